@@ -1,0 +1,192 @@
+"""Static configuration of a Mixture-of-Experts layer: frozen, hashable, validated when it is made.
+
+Letters: D hidden size, F expert intermediate size, E experts in all, K experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from pallas_kernels.quantize.formats import FORMATS
+
+Score = Literal["softmax", "sigmoid"]
+Order = Literal["score_then_topk", "topk_then_softmax"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
+
+# Names of layer-level quantisation contracts that other systems use, and the activation format each stands for here.
+QUANT_ALIASES = {
+    "none": None,
+    "bf16": None,
+    "bfloat16": None,
+    "nvfp4_online": "nvfp4_token",  # per token, dynamic row scale
+    "modelopt_fp4": "nvfp4",  # per tensor, static scale
+    "fp8": "fp8_128",
+    "fp8_block": "fp8_128",
+}
+
+
+def _choice(what: str, value, allowed) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}.")
+
+
+def _positive(what: str, value) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{what} must be a positive integer, got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How router logits become expert ids and weights.
+
+    score: what turns logits into scores. order: "score_then_topk" scores all E experts and selects K of them;
+    "topk_then_softmax" selects K logits and takes the softmax over those (gpt-oss). normalize divides the K weights by
+    their sum. scaling multiplies the weights after that. num_groups/group_topk: the experts form `num_groups` equal
+    groups, of which the `group_topk` best are eligible (DeepSeek "noaux_tc"); a group's score is the sum of its two
+    best experts ("top2sum") or its best one ("max"). use_bias: the router's linear map has a bias.
+    use_correction_bias: a bias that is added to the scores for the selection only, never to the weights.
+    """
+
+    score: Score = "softmax"
+    order: Order = "score_then_topk"
+    normalize: bool = True
+    scaling: float = 1.0
+    num_groups: int | None = None
+    group_topk: int | None = None
+    group_score: Literal["top2sum", "max"] = "top2sum"
+    use_bias: bool = False
+    use_correction_bias: bool = False
+
+    def __post_init__(self):
+        _choice("score", self.score, ("softmax", "sigmoid"))
+        _choice("order", self.order, ("score_then_topk", "topk_then_softmax"))
+        _choice("group_score", self.group_score, ("top2sum", "max"))
+        if (self.num_groups is None) != (self.group_topk is None):
+            raise ValueError(
+                f"num_groups={self.num_groups} and group_topk={self.group_topk}: give both for group-limited "
+                "selection, or neither."
+            )
+        if self.num_groups is not None:
+            _positive("num_groups", self.num_groups)
+            _positive("group_topk", self.group_topk)
+            if self.group_topk > self.num_groups:
+                raise ValueError(f"group_topk={self.group_topk} exceeds num_groups={self.num_groups}.")
+        if self.order == "topk_then_softmax" and (self.score != "softmax" or self.num_groups is not None):
+            raise ValueError(
+                'order="topk_then_softmax" selects raw logits: it goes with score="softmax" and without groups; '
+                'use order="score_then_topk" for sigmoid scores or group-limited selection.'
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantConfig:
+    """What is quantised in a layer. Every field is the name of a format in `jmoe.formats`, or None for unquantised.
+
+    activations: the layer's quant dtype, in which the first matmul of the experts takes its input; also what a
+        quantising backend sends. weights: the format the expert weights are kept in. intermediate: the format of
+        silu(gate)*up, the input of the down projection. wire: "auto" lets `jmoe.policy` decide what travels; "bfloat16"
+        or a format's name overrides it. combine_wire: None sends expert outputs back in the layer's dtype; "mxfp8"
+        quantises them.
+    mx_alignment: pads the hidden size of MX payloads to a multiple of this (256 for TRT-LLM style consumers; 0: none).
+    """
+
+    activations: str | None = None
+    weights: str | None = None
+    intermediate: str | None = None
+    wire: str = "auto"
+    combine_wire: str | None = None
+    mx_alignment: int = 0
+
+    def __post_init__(self):
+        for field in ("activations", "weights", "intermediate", "combine_wire"):
+            value = getattr(self, field)
+            if value in QUANT_ALIASES:
+                object.__setattr__(self, field, QUANT_ALIASES[value])
+        for field in ("weights", "intermediate", "combine_wire"):
+            value = getattr(self, field)
+            if value is not None:
+                _choice(field, value, tuple(FORMATS))
+        if self.combine_wire not in (None, "mxfp8"):
+            raise ValueError(
+                f"combine_wire={self.combine_wire!r}: expert outputs travel back in the layer's dtype (None) or as "
+                "'mxfp8'; other formats lose too much in the partial sums."
+            )
+        if self.mx_alignment < 0 or self.mx_alignment % 32:
+            raise ValueError(f"mx_alignment={self.mx_alignment} must be 0 or a multiple of 32.")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """One MoE layer.
+
+    hidden_size D, intermediate_size F (of one expert), num_experts E, num_experts_per_tok K.
+    activation: of the gate ("silu", "gelu" (erf), "gelu_tanh") or "swiglu_oai", gpt-oss's clamped SwiGLU:
+        clip(g, max=limit) * sigmoid(alpha * g) * (clip(u, -limit, limit) + 1).
+    use_bias: experts have biases. shared_intermediate_size: width of the always-on shared expert, 0 for none.
+    shared_gate: the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE).
+    hidden_size_unpadded: columns of the output where D is padded (None: D).
+    capacity_factor: None is dropless; otherwise each (source, destination) rank pair has room for
+        ceil(capacity_factor * T * min(K, R) / R) rows (at most T) and the rows beyond are counted as dropped.
+    dtype: computation and wire dtype of unquantised data ("bfloat16", "float16" or "float32").
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    router: RouterConfig = RouterConfig()
+    quant: QuantConfig = QuantConfig()
+    activation: Activation = "silu"
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    use_bias: bool = False
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    hidden_size_unpadded: int | None = None
+    capacity_factor: float | None = None
+    apply_router_weight_on_input: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        for field in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok"):
+            _positive(field, getattr(self, field))
+        _choice("activation", self.activation, ("silu", "gelu", "gelu_tanh", "swiglu_oai"))
+        _choice("dtype", self.dtype, ("bfloat16", "float16", "float32"))
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}."
+            )
+        groups = self.router.num_groups
+        if groups is not None:
+            if self.num_experts % groups:
+                raise ValueError(
+                    f"num_experts={self.num_experts} does not divide into router.num_groups={groups} equal groups."
+                )
+            eligible = self.router.group_topk * (self.num_experts // groups)
+            if eligible < self.num_experts_per_tok:
+                raise ValueError(
+                    f"group_topk={self.router.group_topk} groups hold {eligible} experts, fewer than "
+                    f"num_experts_per_tok={self.num_experts_per_tok}."
+                )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"capacity_factor={self.capacity_factor} must be positive, or None for dropless.")
+        if self.apply_router_weight_on_input and self.num_experts_per_tok != 1:
+            raise ValueError(
+                "apply_router_weight_on_input=True is only defined for num_experts_per_tok=1, got "
+                f"{self.num_experts_per_tok}; apply the weights on the output instead."
+            )
+        if self.hidden_size_unpadded is not None and not 0 < self.hidden_size_unpadded <= self.hidden_size:
+            raise ValueError(
+                f"hidden_size_unpadded={self.hidden_size_unpadded} must lie in 1..hidden_size={self.hidden_size}."
+            )
+
+    @property
+    def jnp_dtype(self):
+        return jnp.dtype(self.dtype)
+
+    @property
+    def output_size(self) -> int:
+        return self.hidden_size_unpadded or self.hidden_size

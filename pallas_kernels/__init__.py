@@ -1,0 +1,1 @@
+"""Device kernels: arrays in, arrays out. Nothing here knows of Flax, meshes' policies, or jmoe."""
