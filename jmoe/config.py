@@ -6,6 +6,7 @@ Letters: D hidden size, F expert intermediate size, E experts in all, K experts 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 import jax.numpy as jnp
@@ -190,3 +191,81 @@ class MoEConfig:
     @property
     def output_size(self) -> int:
         return self.hidden_size_unpadded or self.hidden_size
+
+    @classmethod
+    def from_hf(cls, config: Mapping, **overrides) -> MoEConfig:
+        """The layer described by a Hugging Face `config.json` (as a dict); see `from_hf`."""
+        return from_hf(config, **overrides)
+
+
+_HF_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+_HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def from_hf(config: Mapping, **overrides) -> MoEConfig:
+    """Read a Hugging Face model configuration (the dict of `config.json`) into a MoEConfig.
+
+    Knows qwen3_moe, qwen2_moe, mixtral, deepseek_v2, deepseek_v3 and gpt_oss. `overrides` are MoEConfig fields.
+    Raises ValueError for another family, and for a missing or unsupported entry.
+    """
+    family = config.get("model_type")
+    if family not in _HF_FAMILIES:
+        raise ValueError(
+            f"model_type={family!r} is not a family that from_hf knows ({', '.join(_HF_FAMILIES)}); "
+            "make a MoEConfig by hand for it."
+        )
+
+    def get(*names, default=dataclasses.MISSING):
+        for name in names:
+            if config.get(name) is not None:
+                return config[name]
+        if default is dataclasses.MISSING:
+            raise ValueError(f"config.json of family {family!r} lacks {' / '.join(map(repr, names))}.")
+        return default
+
+    act = get("hidden_act", default="silu")
+    if act not in _HF_ACTIVATIONS:
+        raise ValueError(f"hidden_act={act!r} is not supported; supported: {', '.join(_HF_ACTIVATIONS)}.")
+    fields: dict = dict(
+        hidden_size=get("hidden_size"),
+        num_experts=get("n_routed_experts", "num_experts", "num_local_experts"),
+        num_experts_per_tok=get("num_experts_per_tok"),
+        activation=_HF_ACTIVATIONS[act],
+    )
+    dtype = get("dtype", "torch_dtype", default="bfloat16")
+    fields["dtype"] = dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16"
+    if family in ("qwen3_moe", "qwen2_moe"):
+        fields["intermediate_size"] = get("moe_intermediate_size")
+        fields["router"] = RouterConfig(normalize=bool(get("norm_topk_prob", default=False)))
+        if family == "qwen2_moe":
+            fields |= dict(shared_intermediate_size=get("shared_expert_intermediate_size"), shared_gate=True)
+    elif family == "mixtral":
+        fields["intermediate_size"] = get("intermediate_size")
+        fields["router"] = RouterConfig(normalize=True)
+    elif family in ("deepseek_v2", "deepseek_v3"):
+        width = get("moe_intermediate_size")
+        sigmoid = get("scoring_func", default="sigmoid" if family == "deepseek_v3" else "softmax") == "sigmoid"
+        groups = get("n_group", default=1)
+        if family == "deepseek_v2":
+            groups = groups if get("topk_method", default="greedy") == "group_limited_greedy" else 1
+        fields["intermediate_size"] = width
+        fields["shared_intermediate_size"] = width * get("n_shared_experts", default=0)
+        fields["router"] = RouterConfig(
+            score="sigmoid" if sigmoid else "softmax",
+            normalize=bool(get("norm_topk_prob", default=True)),
+            scaling=float(get("routed_scaling_factor", default=1.0)),
+            num_groups=groups if groups > 1 else None,
+            group_topk=get("topk_group") if groups > 1 else None,
+            group_score="top2sum" if family == "deepseek_v3" else "max",
+            use_correction_bias=family == "deepseek_v3",
+        )
+    else:  # gpt_oss
+        fields |= dict(
+            intermediate_size=get("intermediate_size"),
+            activation="swiglu_oai",
+            swiglu_alpha=float(get("swiglu_alpha", default=1.702)),
+            swiglu_limit=float(get("swiglu_limit", default=7.0)),
+            use_bias=True,
+            router=RouterConfig(order="topk_then_softmax", use_bias=True),
+        )
+    return MoEConfig(**(fields | overrides))
