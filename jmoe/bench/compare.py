@@ -1,0 +1,111 @@
+"""Printing the records of one run, and comparing those of two."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from .common import Record
+
+
+def _number(value: float | None, spec: str = ".4g") -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def table(records: Sequence[Record], *, title: str) -> Table:
+    """A table with a row for each record. Speeds that are not meaningful are dimmed and marked with (*)."""
+    out = Table(title=title, title_justify="left", header_style="bold")
+    out.add_column("what")
+    out.add_column("case")
+    for column in ("value", "time", "ceiling", "share", "peer", "vs peer", "error"):
+        out.add_column(column, justify="right")
+    for r in records:
+        mark = "" if r.meaningful else " (*)"
+        share, times = r.share, r.against_peer
+        out.add_row(
+            r.name,
+            r.case,
+            "-" if r.value is None else f"{r.value:.4g} {r.unit}{mark}",
+            _time(r.seconds),
+            "-" if r.ceiling is None else f"{r.ceiling:.4g} {r.ceiling_name}".strip(),
+            "-" if share is None else f"{100 * share:.0f} %",
+            "-" if r.peer is None else f"{r.peer:.4g} {r.peer_name}".strip(),
+            "-" if times is None else f"{times:.2f} x",
+            "-" if r.error is None else f"{r.error:.2e} {r.error_name}".strip(),
+            style="" if r.meaningful else "dim",
+        )
+    if not all(r.meaningful for r in records):
+        out.caption = "(*) this run says nothing about speed: tiny shapes, or a device that stands in for another."
+        out.caption_justify = "left"
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One figure in two runs. gain: how many times as good the second run is; above 1 is better."""
+
+    name: str
+    case: str
+    unit: str
+    before: float | None
+    after: float | None
+    gain: float | None
+    verdict: str
+
+
+def compare(before: Sequence[Record], after: Sequence[Record], *, threshold: float = 0.05) -> list[Change]:
+    """What changed from one run to another, in the order of `before`, then what is new.
+
+    threshold: relative change up to which a figure counts as the same (runs vary by a few percent). Verdicts: "better",
+    "worse", "same", "not meaningful" (either run says nothing about speed), "only before", "only after".
+    """
+    old, new = {r.key: r for r in before}, {r.key: r for r in after}
+    changes = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = old.get(key), new.get(key)
+        gain, verdict = None, "only before" if b is None else "only after"
+        if a is not None and b is not None:
+            verdict = "not meaningful"
+            if a.meaningful and b.meaningful and a.value and b.value:
+                gain = a.value / b.value if b.lower_is_better else b.value / a.value
+                verdict = "better" if gain > 1 + threshold else "worse" if gain < 1 - threshold else "same"
+        changes.append(Change(*key, a.value if a else None, b.value if b else None, gain, verdict))
+    return changes
+
+
+def compare_table(changes: Sequence[Change], *, title: str) -> Table:
+    out = Table(title=title, title_justify="left", header_style="bold")
+    out.add_column("what")
+    out.add_column("case")
+    for column in ("A", "B", "B is", "verdict"):
+        out.add_column(column, justify="right")
+    colours = {"better": "green", "worse": "red"}
+    for c in changes:
+        out.add_row(
+            c.name,
+            c.case,
+            f"{_number(c.before)} {c.unit}",
+            f"{_number(c.after)} {c.unit}",
+            "-" if c.gain is None else f"{c.gain:.2f} x as good",
+            c.verdict,
+            style=colours.get(c.verdict, ""),
+        )
+    return out
+
+
+def differing_environment(before: Sequence[Record], after: Sequence[Record]) -> dict[str, tuple[object, object]]:
+    """Entries of the two environments that differ, apart from the time: versions, devices."""
+    a = dict(before[0].environment) if before else {}
+    b = dict(after[0].environment) if after else {}
+    return {k: (a.get(k), b.get(k)) for k in sorted({*a, *b} - {"time"}) if a.get(k) != b.get(k)}
