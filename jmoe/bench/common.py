@@ -205,8 +205,8 @@ def time_chain(
     """Seconds of one call of `step`, timed as this module's docstring says.
 
     inputs: tuples of arguments, cycled through; see `num_sets`. calls: of one chain; None: 20, or 100 where a call
-    turns out to be shorter than 20 us. build: `chain` or `feed_back`. wrap: what makes the chain runnable; a caller that
-    measures several devices passes `lambda f: jax.jit(shard_map(f, ...))`.
+    turns out to be shorter than 20 us. build: `chain` or `feed_back`. wrap: what makes the chain runnable; a caller
+    that measures several devices passes `lambda f: jax.jit(shard_map(f, ...))`.
     """
     if not inputs:
         raise ValueError("time_chain needs at least one input set, got none; pass a list of argument tuples.")
