@@ -1,0 +1,265 @@
+"""The interface that all ways of moving tokens share.
+
+T tokens on one rank, W row width, D hidden size, K experts per token, R ranks, E_loc physical experts on one rank, C slots
+reserved for each pair of source and target, N received rows: R * C (standard), E_loc * R * C (batched).
+
+Received row n = source * C + slot (standard) or (local expert * R + source) * C + slot (batched, kept as [E_loc, R * C]).
+Everything here runs inside shard_map over one named axis; other axes of the mesh are untouched.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmoe import payload
+from jmoe.plan import Form, Plan, make_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A kernel that moves rows in a backend's layout in place of the portable collectives.
+
+    push(rows [T, W], plan, exchange) -> (received [N, W] or [E_loc, R * C, W], counts): what `Backend.send` returns, but
+        slots in which nothing arrived may hold garbage; counts int32 [R] or [E_loc, R] say how many rows are real.
+    reduce(y, weights, plan, exchange, out_dtype) -> [T, D]: what `combine` returns for unquantised rows y [N, D]: the sum
+        over ranks in rank order (weights None), or of weights [T, K] times rows in order of k (batched); f32 inside.
+    """
+
+    name: str
+    push: Callable[[jax.Array, Plan, Exchange], tuple[jax.Array, jax.Array]]
+    reduce: Callable[[jax.Array, jax.Array | None, Plan, Exchange, jnp.dtype], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The static facts of one layer's exchange.
+
+    axis_name: the expert axis of the mesh (None only for one rank outside shard_map). num_ranks R, num_local E_loc,
+    capacity C. dtype: of unquantised rows on the wire, forward and backward. engine: a kernel that moves the rows, None
+    for portable collectives.
+    """
+
+    axis_name: str | None
+    num_ranks: int
+    num_local: int
+    capacity: int
+    dtype: str = "bfloat16"
+    engine: Engine | None = None
+
+    @property
+    def num_physical(self) -> int:
+        return self.num_ranks * self.num_local
+
+    def rank(self) -> jax.Array:
+        """This rank's index on the expert axis, int32 []."""
+        if self.axis_name is None:
+            return jnp.zeros((), jnp.int32)
+        return lax.axis_index(self.axis_name).astype(jnp.int32)
+
+
+class Backend(abc.ABC):
+    """One way of moving tokens. Stateless; obtained from `get_backend`."""
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    form: ClassVar[Literal["standard", "batched"]] = "standard"
+    plan_form: ClassVar[Form] = "standard"
+    portable: ClassVar[str]  # the collective that moves rows where no kernel does
+    kernel_slot: ClassVar[bool] = False  # whether Exchange.engine is used
+    output_is_reduced: ClassVar[bool] = True  # combine returns sums over all ranks: nothing may add them up again
+    max_ranks: ClassVar[int | None] = None
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>"
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    def capacity(self, tokens: int, *, num_ranks: int, num_local: int, top_k: int, factor: float | None) -> int:
+        """C for `tokens` tokens on each rank; T where factor is None."""
+        del num_local
+        return payload.capacity(tokens, num_ranks, top_k, factor)
+
+    def num_rows(self, ex: Exchange) -> int:
+        """N, rows that a rank receives, padding included."""
+        return ex.num_ranks * ex.capacity * (ex.num_local if self.form == "batched" else 1)
+
+    def num_slots(self, plan: Plan) -> int:
+        """Rows that can come back for one token: R (standard) or K (batched)."""
+        return plan.slot.shape[1]
+
+    def memory(
+        self, layout: payload.RowLayout, ex: Exchange, *, combine_row_bytes: int | None = None
+    ) -> dict[str, int]:
+        """Bytes of the buffers of one exchange on one rank: what arrives, and what the portable collectives stage."""
+        back = jnp.dtype(ex.dtype).itemsize * layout.hidden if combine_row_bytes is None else combine_row_bytes
+        rows = self.num_rows(ex)
+        staged = 0 if ex.engine is not None and self.kernel_slot else rows
+        return {
+            "dispatch_send": staged * layout.row_bytes,
+            "dispatch_receive": rows * layout.row_bytes,
+            "combine_send": rows * back,
+            "combine_receive": staged * back,
+        }
+
+    def round_hidden(self, hidden: int, wire: str) -> int:
+        """The hidden size that the library which this backend is named after would use for `hidden`.
+
+        jmoe's own transport moves any size; this is for layers that must match buffers or checkpoints made for it.
+        """
+        payload.row_layout(hidden, wire, 0)  # refuses what cannot travel
+        return hidden
+
+    def transport(self, ex: Exchange) -> str:
+        """What moves the rows, in words."""
+        if ex.engine is not None and self.kernel_slot:
+            return f"the {ex.engine.name} kernel"
+        note = ", the same layout and results as its kernel" if self.kernel_slot else ""
+        return f"{self.portable}{note}"
+
+    # -- plan ----------------------------------------------------------------------------------------------------------
+
+    def plan(self, ids: jax.Array, ex: Exchange, *, rank_mask: jax.Array | None = None) -> Plan:
+        """The plan of this rank's physical ids [T, K]."""
+        if rank_mask is not None and not self.takes_rank_mask:
+            raise ValueError(
+                f"backend {self.name!r} has no rank mask; ranks may come and go with 'nixl_ep' only. Use that backend, or "
+                "leave rank_mask out."
+            )
+        return make_plan(
+            ids,
+            num_ranks=ex.num_ranks,
+            num_local=ex.num_local,
+            capacity=ex.capacity,
+            form=self.plan_form,
+            rank_mask=rank_mask,
+        )
+
+    takes_rank_mask: ClassVar[bool] = False
+
+    # -- buffers: what the portable collectives exchange -----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def forward(self, buffer: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
+        """Owner's slots [S, C, W] -> received rows."""
+
+    @abc.abstractmethod
+    def give_back(self, y: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
+        """Received rows -> owner's slots [S, C, W]; the inverse of `forward` on the slots that are in use."""
+
+    def fill_slots(self, x: jax.Array, plan: Plan, *, fill: jax.Array | None = None) -> jax.Array:
+        """Rows [T, W] in the slots of the plan, [S, C, W]; empty slots hold `fill` [W] or zeros."""
+        empty = jnp.zeros((x.shape[-1],), x.dtype) if fill is None else jnp.asarray(fill, x.dtype)
+        if x.shape[0] == 0:
+            return jnp.broadcast_to(empty, (*plan.src_token.shape, x.shape[-1]))
+        rows = jnp.take(x, jnp.maximum(plan.src_token, 0), axis=0, mode="clip")
+        return jnp.where((plan.src_token >= 0)[..., None], rows, empty[None, None, :])
+
+    def pick(self, buffer: jax.Array, plan: Plan, s: int) -> tuple[jax.Array, jax.Array]:
+        """From the owner's slots: each token's s-th row [T, W] (garbage where none) and whether there is one [T]."""
+        slot = plan.slot[:, s]
+        sent = slot >= 0
+        if buffer.shape[1] == 0 or plan.num_tokens == 0:
+            return jnp.zeros((plan.num_tokens, buffer.shape[-1]), buffer.dtype), sent
+        region = jnp.maximum(plan.target[:, s], 0) if plan.target is not None else jnp.int32(s)
+        flat = buffer.reshape(-1, buffer.shape[-1])
+        return jnp.take(flat, region * plan.capacity + jnp.maximum(slot, 0), axis=0, mode="clip"), sent
+
+    # -- the linear pair -----------------------------------------------------------------------------------------------
+
+    def send(self, x: jax.Array, plan: Plan, ex: Exchange, *, fill: jax.Array | None = None) -> jax.Array:
+        """Rows of any dtype to where the plan says: [T, W] -> [N, W] (standard) or [E_loc, R * C, W] (batched).
+
+        Slots in which nothing was sent arrive as `fill` [W] (zeros if None). The transpose (and VJP) is the sum of
+        `send_back` over its second axis.
+        """
+        if fill is not None:
+            return self.forward(self.fill_slots(x, plan, fill=fill), plan, ex)
+        return _send(self, ex, x, plan)
+
+    def send_back(self, y: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
+        """Rows as `send` returned them back to their owners: [T, R, W] (standard) or [T, K, W] (batched).
+
+        Zero where nothing was sent. Rows of slots in which nothing was sent are not read.
+        """
+        return _send_back(self, ex, y, plan)
+
+    def exchange_counts(self, plan: Plan, ex: Exchange) -> jax.Array:
+        """Rows received: int32 [R] from each source, or (batched) [E_loc, R] for each local expert from each source."""
+        received = self._all_to_all(plan.counts.reshape(ex.num_ranks, -1, 1), ex)  # [R, E_loc or 1, 1]
+        alive = plan.alive.reshape(-1, 1)
+        counts = jnp.where(alive, received[..., 0], 0)
+        return counts.T if self.form == "batched" else counts[:, 0]
+
+    def _all_to_all(self, buffer: jax.Array, ex: Exchange) -> jax.Array:
+        """Block r of the leading axis to rank r; block r of the result came from rank r."""
+        if ex.axis_name is None or ex.num_ranks == 1 or buffer.size == 0:
+            return buffer
+        return lax.all_to_all(buffer, ex.axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+    # -- what differs in how sums are formed -----------------------------------------------------------------------------
+
+    def collective_sum(self, y: jax.Array, ex: Exchange) -> jax.Array | None:
+        """Sum of float32 rows [N, D] over ranks by one collective, [T, D]; None where the owner adds up single rows."""
+        del y, ex
+        return None
+
+
+def received_valid(backend: Backend, counts: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
+    """bool [N]: slots of the received rows in which something arrived from a live rank, by counts of each source."""
+    place = jnp.arange(ex.capacity, dtype=jnp.int32)
+    counts = jnp.where(plan.alive if backend.form == "standard" else plan.alive[None, :], counts, 0)
+    return (place.reshape((1,) * counts.ndim + (-1,)) < counts[..., None]).reshape(-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _send(backend: Backend, ex: Exchange, x: jax.Array, plan: Plan) -> jax.Array:
+    return backend.forward(backend.fill_slots(x, plan), plan, ex)
+
+
+def _send_fwd(backend, ex, x, plan):
+    return _send(backend, ex, x, plan), plan
+
+
+def _send_bwd(backend, ex, plan, dy):
+    return jnp.sum(backend.send_back(dy, plan, ex), axis=1), None
+
+
+_send.defvjp(_send_fwd, _send_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _send_back(backend: Backend, ex: Exchange, y: jax.Array, plan: Plan) -> jax.Array:
+    buffer = backend.give_back(y, plan, ex)
+    picked = [backend.pick(buffer, plan, s) for s in range(backend.num_slots(plan))]
+    rows = [jnp.where(sent[:, None], row, jnp.zeros((), row.dtype)) for row, sent in picked]
+    return jnp.stack(rows, axis=1)
+
+
+def _send_back_fwd(backend, ex, y, plan):
+    return _send_back(backend, ex, y, plan), plan
+
+
+def _send_back_bwd(backend, ex, plan, g):
+    num_tokens, num_slots, width = g.shape  # [T, R or K, W]
+    if num_tokens == 0:
+        buffer = jnp.zeros((*plan.src_token.shape, width), g.dtype)
+    else:
+        if plan.src_choice is None:
+            which = jnp.arange(num_slots, dtype=jnp.int32)[:, None]  # slot (r, c) takes g[token, r]
+        else:
+            which = jnp.maximum(plan.src_choice, 0)
+        row = jnp.maximum(plan.src_token, 0) * num_slots + which
+        taken = jnp.take(g.reshape(-1, width), row, axis=0, mode="clip")
+        buffer = jnp.where((plan.src_token >= 0)[..., None], taken, jnp.zeros((), g.dtype))
+    return backend.forward(buffer, plan, ex), None
+
+
+_send_back.defvjp(_send_back_fwd, _send_back_bwd)

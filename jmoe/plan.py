@@ -1,0 +1,147 @@
+"""Who gets which token, and in which slot: computed from the ids alone, the same on every run.
+
+T tokens on this rank, K experts per token, R ranks, E_loc physical experts on one rank, C slots reserved for each pair of
+source and target. A target is a rank (standard) or a physical expert (batched). Slots are prefix sums over the tokens:
+no atomics, no sort, no floating point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Form = Literal["standard", "gathered", "batched"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One rank's sending plan. S targets: S = R, or S = R * E_loc in the batched form.
+
+    member: bool [T, R], the token has an expert on that rank (a token goes once to each such rank).
+    slot: int32 [T, R] or (batched) [T, K], the row in the target's region, -1 where nothing is sent. Of several equal
+        ids in one token's top-k the batched form sends the first only; `merge` says where the others' weights go.
+    counts: int32 [S], rows sent to each target.
+    src_token: int32 [S, C], the token in each slot, -1 where empty.
+    dropped: int32 [], assignments (token, k) that capacity, or a masked rank, lost.
+    alive: bool [R], ranks that take part.
+    target: batched: int32 [T, K], the physical expert of each assignment, -1 for none. Else None.
+    merge: batched: int32 [T, K], the first k of this token with the same expert, -1 for none. Else None.
+    src_choice: batched: int32 [S, C], the k of the token in each slot, -1 where empty. Else None.
+    """
+
+    member: jax.Array
+    slot: jax.Array
+    counts: jax.Array
+    src_token: jax.Array
+    dropped: jax.Array
+    alive: jax.Array
+    target: jax.Array | None
+    merge: jax.Array | None
+    src_choice: jax.Array | None
+    form: Form = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_tokens(self) -> int:
+        return self.member.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.src_token.shape[1]
+
+
+def make_plan(
+    ids: jax.Array,
+    *,
+    num_ranks: int,
+    num_local: int,
+    capacity: int,
+    form: Form = "standard",
+    rank_mask: jax.Array | None = None,
+) -> Plan:
+    """The plan for this rank's tokens.
+
+    Args:
+      ids: int32 [T, K] physical ids; anything outside [0, R * E_loc) is no expert and is never sent.
+      capacity: C. Rows beyond it are not sent and their assignments are counted in `dropped`; C = T never drops.
+      form: "standard" one row per (token, rank); "batched" one row per (token, expert); "gathered" every rank gets all
+        rows in token order (all-gather), which needs C = T.
+      rank_mask: bool [R], ranks that are alive; nothing is sent to the others.
+    """
+    if form == "gathered" and capacity != ids.shape[0]:
+        raise ValueError(
+            f"capacity={capacity} with {ids.shape[0]} tokens: an all-gather moves every row, so its capacity is the "
+            "number of tokens. Set capacity_factor=None, or use another backend."
+        )
+    num_physical = num_ranks * num_local
+    alive = jnp.ones((num_ranks,), bool) if rank_mask is None else rank_mask.astype(bool)
+    valid = (ids >= 0) & (ids < num_physical)  # [T, K]
+    safe = jnp.where(valid, ids, 0)
+    owner = safe // num_local
+    usable = valid & jnp.take(alive, owner, axis=0, mode="clip")
+    ranks = jnp.arange(num_ranks, dtype=jnp.int32).reshape(1, 1, -1)
+    member = jnp.any(usable[..., None] & (owner[..., None] == ranks), axis=1)  # [T, R]
+    if form == "batched":
+        return _batched(ids, valid, usable, member, alive, num_physical, capacity)
+    tokens = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    if form == "gathered":
+        slot = jnp.broadcast_to(tokens, member.shape)
+        src_token = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32)[None, :], (num_ranks, capacity))
+        counts = jnp.full((num_ranks,), capacity, jnp.int32)
+        dropped = jnp.sum(valid & ~usable, dtype=jnp.int32)
+        return Plan(member, slot, counts, src_token, dropped, alive, None, None, None, "gathered")
+    if form != "standard":
+        raise ValueError(f"form={form!r} is not known; choose 'standard', 'batched' or 'gathered'.")
+    slot, counts = _slots(member, capacity)
+    src_token = _invert(slot, ranks[0], tokens, num_ranks, capacity)
+    got_slot = jnp.take_along_axis(slot, jnp.where(usable, owner, 0), axis=1) >= 0  # [T, K]
+    dropped = jnp.sum(valid & ~(usable & got_slot), dtype=jnp.int32)
+    return Plan(member, slot, counts, src_token, dropped, alive, None, None, None, "standard")
+
+
+def _slots(member: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Prefix-sum slots of a membership table [T, S], -1 beyond capacity, and how many were given."""
+    order = jnp.cumsum(member, axis=0, dtype=jnp.int32) - 1
+    slot = jnp.where(member & (order < capacity), order, -1)
+    return slot, jnp.sum(slot >= 0, axis=0, dtype=jnp.int32)
+
+
+def _invert(slot: jax.Array, target: jax.Array, value: jax.Array, num_targets: int, capacity: int) -> jax.Array:
+    """Table [S, C] with `value` at (target, slot), -1 elsewhere. Every index is written at most once."""
+    flat = jnp.where(slot >= 0, target * capacity + slot, num_targets * capacity)  # past the end: dropped
+    table = jnp.full((num_targets * capacity,), -1, jnp.int32)
+    value = jnp.broadcast_to(value, slot.shape)
+    return table.at[flat.reshape(-1)].set(value.reshape(-1), mode="drop").reshape(num_targets, capacity)
+
+
+def _batched(ids, valid, usable, member, alive, num_physical: int, capacity: int) -> Plan:
+    """One row per (token, expert); equal ids within a token share it."""
+    num_tokens, top_k = ids.shape
+    choice = jnp.arange(top_k, dtype=jnp.int32).reshape(1, -1)
+    same = usable[:, :, None] & usable[:, None, :] & (ids[:, :, None] == ids[:, None, :])  # [T, K, K]
+    merge = jnp.where(usable, jnp.argmax(same, axis=2).astype(jnp.int32), -1)  # the first k with this expert
+    first = merge == choice
+    target = jnp.where(usable, ids, -1)
+    experts = jnp.arange(num_physical, dtype=jnp.int32).reshape(1, 1, -1)
+    wants = jnp.any(target[..., None] == experts, axis=1)  # [T, S]
+    table, counts = _slots(wants, capacity)
+    slot = jnp.take_along_axis(table, jnp.maximum(target, 0), axis=1)  # [T, K]
+    dropped = jnp.sum(valid & ~(usable & (slot >= 0)), dtype=jnp.int32)
+    slot = jnp.where(first & usable, slot, -1)
+    tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    src_token = _invert(slot, target, tokens, num_physical, capacity)
+    src_choice = _invert(slot, target, choice, num_physical, capacity)
+    return Plan(member, slot, counts, src_token, dropped, alive, target, merge, src_choice, "batched")
+
+
+def merge_weights(weights: jax.Array, plan: Plan) -> jax.Array:
+    """Weights [T, K] of the rows that a batched plan sends: equal experts of one token added up in order of k."""
+    assert plan.merge is not None
+    choice = jnp.arange(weights.shape[1], dtype=jnp.int32).reshape(1, -1)
+    total = jnp.zeros_like(weights)
+    for k in range(weights.shape[1]):
+        total = total + jnp.where(plan.merge[:, k : k + 1] == choice, weights[:, k : k + 1], 0)
+    return total
