@@ -1,0 +1,93 @@
+"""What the remote-write kernels share: launch schedule, completion protocol, checks.
+
+Protocol. XLA puts a barrier across the devices in front of every kernel with remote references, so on entry all ranks'
+buffers exist and all semaphores are zero: nothing has to be agreed before the first remote write. At the end every
+block of every rank signals every rank once its own writes are complete, and block 0 waits for all of those signals, so
+the kernel retires on a rank only when everything that will ever be written to its results has arrived. Semaphores come
+from `pl.get_global`: those of `scratch_types` are replicated for each block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SHARED_MEMORY = 200 * 1024  # bytes of a block's shared memory given to rings of rows (Hopper has 227 KiB)
+int32 = np.int32  # numpy scalars become literals; jnp ones would be captured as operands of the kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a kernel is laid over the GPU.
+
+    blocks: persistent blocks, at most one for each multiprocessor (they spin at the end, so all must be resident).
+    stages: rows in flight in a block's shared memory. in_flight: rows whose stores may still be reading shared memory
+    before the oldest is waited for.
+    """
+
+    blocks: int = 132
+    stages: int = 8
+    in_flight: int = 2
+
+    @classmethod
+    def for_rows(cls, tokens: int, nbytes: int) -> Schedule:
+        """The schedule measured to be good for `tokens` rows of `nbytes` each on an H200."""
+        return cls(blocks=max(1, min(132, tokens)))
+
+
+def stages_for(schedule: Schedule, nbytes: int) -> int:
+    """Ring stages that fit. Raises ValueError for rows of which not even two fit in shared memory."""
+    fitting = min(schedule.stages, SHARED_MEMORY // nbytes)
+    if fitting < 2:
+        raise ValueError(
+            f"A row of {nbytes} bytes is too long for the remote-write kernels: at most {SHARED_MEMORY // 2} bytes; "
+            "use implementation='xla', or a narrower wire format."
+        )
+    return fitting
+
+
+def row_bytes(rows: jax.Array) -> int:
+    """Bytes of one row. Raises ValueError where rows cannot be moved by bulk copies."""
+    nbytes = rows.shape[-1] * rows.dtype.itemsize
+    if nbytes % 16 or jnp.issubdtype(rows.dtype, jnp.bool_):
+        raise ValueError(
+            f"Rows of {rows.shape[-1]} {rows.dtype} are {nbytes} bytes; bulk copies move multiples of 16. "
+            "Pad the rows (jmoe.payload does), or use implementation='xla'."
+        )
+    return nbytes
+
+
+def peer_of(me, step: int, num_ranks: int):
+    """The rank `step` places after `me`, around the ring."""
+    peer = me + int32(step)
+    return jnp.where(peer >= num_ranks, peer - int32(num_ranks), peer)
+
+
+def kernel_params(schedule: Schedule, name: str, *, warpgroups: int = 2) -> dict:
+    """Arguments of plgpu.kernel that all kernels share."""
+    return dict(
+        grid=(schedule.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+
+
+def completion(axis_name: str, num_ranks: int, blocks: int) -> None:
+    """Tells every rank that this block's writes have completed; block 0 waits until every block of every rank has."""
+    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    me = lax.axis_index(axis_name)
+    for step in range(num_ranks):
+        pl.semaphore_signal(arrived, device_id={axis_name: peer_of(me, step + 1, num_ranks)})
+
+    @pl.when(lax.axis_index("block") == 0)
+    def _():
+        pl.semaphore_wait(arrived, num_ranks * blocks, decrement=False)

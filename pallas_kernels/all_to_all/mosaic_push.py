@@ -1,0 +1,134 @@
+"""One-sided dispatch for NVIDIA GPUs of one host: rows are stored straight into the receivers' buffers (Mosaic GPU).
+
+Letters: T tokens on this rank, W row width, R ranks, C rows reserved for each source rank, K experts per token,
+N received rows.
+
+A token's row is loaded once into shared memory and stored from there to every place it goes to, the own rank included.
+Blocks are persistent and take every num_blocks-th token, so that each sends about the same number of bytes whatever the
+router did; a token's destinations are visited starting after the own rank, so that the ranks do not all aim at one.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .mosaic_common import Schedule, completion, int32, kernel_params, peer_of, row_bytes, stages_for
+
+
+def push_rows(
+    rows: jax.Array,
+    slot: jax.Array,
+    counts: jax.Array,
+    *,
+    axis_name: str,
+    capacity: int,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores row t of this rank at `[own rank, slot[t, r]]` of rank r's result, for every r with slot[t, r] >= 0.
+
+    rows: [T, W] of any dtype of 8 bits or more, W * itemsize a multiple of 16 bytes. slot: int32 [T, R], -1 where the
+    token does not go. counts: int32 [R], rows that go to each rank. Inside shard_map over `axis_name`.
+    Returns (received [R, C, W], received_counts int32 [R]). Rows of source r from received_counts[r] on are not
+    written: they hold whatever was in that memory, and the counts say so. Bytes over the link: one row for each
+    (token, other rank).
+    """
+    tokens, width = rows.shape
+    num_ranks = slot.shape[1]
+    schedule = schedule or Schedule.for_rows(tokens, row_bytes(rows))
+
+    def body(rows_ref, slot_ref, counts_ref, out_ref, out_counts_ref, ring, full, empty):
+        me = lax.axis_index(axis_name)
+
+        def destinations(token):
+            found = []
+            for step in range(num_ranks):
+                peer = peer_of(me, step + 1, num_ranks)
+                place = slot_ref[token, peer]
+                found.append((peer, jnp.where(place >= 0, me * int32(capacity) + place, int32(-1))))
+            return found
+
+        def tail():
+            for step in range(num_ranks):
+                peer = peer_of(me, step, num_ranks)
+                plgpu.remote_ref(out_counts_ref, {axis_name: peer})[me] = counts_ref[peer]
+
+        _push_loop(rows_ref, out_ref, ring, full, empty, destinations, tail, tokens, axis_name, num_ranks, schedule)
+
+    stages = stages_for(schedule, row_bytes(rows))
+    out, out_counts = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((num_ranks * capacity, width), rows.dtype),
+            jax.ShapeDtypeStruct((num_ranks,), jnp.int32),
+        ),
+        scratch_types=[
+            plgpu.SMEM((stages, 1, width), rows.dtype),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+        ],
+        **kernel_params(schedule, "push_rows"),
+    )(rows, slot, counts)
+    return out.reshape(num_ranks, capacity, width), out_counts
+
+
+def _push_loop(rows_ref, out_ref, ring, full, empty, destinations, tail, tokens, axis_name, num_ranks, schedule):
+    """Warpgroup 0 keeps the ring of rows full; warpgroup 1 stores each to its destinations, then signals."""
+    stages = ring.shape[0]
+    block = lax.axis_index("block")
+    role = lax.axis_index("warpgroup")
+    blocks = int32(schedule.blocks)
+    trips = lax.div(int32(tokens) - block + blocks - int32(1), blocks)  # >= 0 because blocks <= tokens
+
+    @pl.when(role == 0)
+    def _load():
+        def step(i, _):
+            stage = lax.rem(i, int32(stages))
+
+            @pl.when(i >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[stage])
+
+            plgpu.copy_gmem_to_smem(
+                rows_ref.at[pl.ds(block + i * blocks, 1)],
+                ring.at[stage],
+                full.at[stage],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+            return ()
+
+        lax.fori_loop(int32(0), trips, step, ())
+
+    @pl.when(role == 1)
+    def _store():
+        def step(i, _):
+            stage = lax.rem(i, int32(stages))
+            places = destinations(block + i * blocks)
+            plgpu.barrier_wait(full.at[stage])
+            for peer, place in places:
+
+                @pl.when(place >= 0)
+                def _(peer=peer, place=place):
+                    target = plgpu.remote_ref(out_ref, {axis_name: peer})
+                    plgpu.copy_smem_to_gmem(ring.at[stage], target.at[pl.ds(place, 1)], commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+
+            @pl.when(i >= schedule.in_flight)
+            def _():
+                plgpu.wait_smem_to_gmem(schedule.in_flight, wait_read_only=True)
+                plgpu.barrier_arrive(empty.at[lax.rem(i - int32(schedule.in_flight), int32(stages))])
+
+            return ()
+
+        lax.fori_loop(int32(0), trips, step, ())
+
+        @pl.when(block == 0)
+        def _():
+            tail()
+
+        plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
+        completion(axis_name, num_ranks, schedule.blocks)
