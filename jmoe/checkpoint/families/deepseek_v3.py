@@ -1,0 +1,77 @@
+"""DeepSeek-V3 and R1 (and models of their shape): sigmoid scores, groups, a correction bias, a shared expert, MLA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jmoe.config import MoEConfig, RouterConfig
+
+from .base import Family, Shapes, activation, compute_dtype, dense_mlp, get, layer_norms, layers, outside, size
+
+
+def moe_config(hf: Mapping) -> MoEConfig:
+    width = size(hf, "moe_intermediate_size")
+    shared = get(hf, "n_shared_experts", default=0)
+    groups, chosen = get(hf, "n_group", default=None), get(hf, "topk_group", default=None)
+    return MoEConfig(
+        hidden_size=size(hf, "hidden_size"),
+        intermediate_size=width,
+        num_experts=size(hf, "n_routed_experts", "num_local_experts"),
+        num_experts_per_tok=size(hf, "num_experts_per_tok"),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=bool(get(hf, "norm_topk_prob", default=True)),
+            scaling=float(get(hf, "routed_scaling_factor", default=1.0)),
+            num_groups=groups,
+            group_topk=chosen,
+            use_correction_bias=True,
+        ),
+        activation=activation(hf),
+        shared_intermediate_size=shared * width,
+        dtype=compute_dtype(hf),
+    )
+
+
+def is_moe(hf: Mapping, layer: int) -> bool:
+    return layer >= get(hf, "first_k_dense_replace", default=0) and layer % size(hf, "moe_layer_freq", default=1) == 0
+
+
+def rest(hf: Mapping) -> tuple[Shapes, Shapes]:
+    linears, params = outside(hf)
+    d, heads = size(hf, "hidden_size"), size(hf, "num_attention_heads")
+    nope, rope = size(hf, "qk_nope_head_dim"), size(hf, "qk_rope_head_dim")
+    value, kv_rank = size(hf, "v_head_dim"), size(hf, "kv_lora_rank")
+    q_rank = get(hf, "q_lora_rank", default=None)
+    bias = bool(get(hf, "attention_bias", default=False))
+    for layer in range(layers(hf)):
+        prefix = f"model.layers.{layer}"
+        at = prefix + ".self_attn."
+        if q_rank is None:
+            linears[at + "q_proj"] = (heads * (nope + rope), d)
+        else:
+            linears |= {at + "q_a_proj": (q_rank, d), at + "q_b_proj": (heads * (nope + rope), q_rank)}
+            params[at + "q_a_layernorm.weight"] = (q_rank,)
+        linears[at + "kv_a_proj_with_mqa"] = (kv_rank + rope, d)
+        params[at + "kv_a_layernorm.weight"] = (kv_rank,)
+        linears |= {at + "kv_b_proj": (heads * (nope + value), kv_rank), at + "o_proj": (d, heads * value)}
+        if bias:
+            params |= {at + "kv_a_proj_with_mqa.bias": (kv_rank + rope,), at + "o_proj.bias": (d,)}
+            if q_rank is not None:
+                params[at + "q_a_proj.bias"] = (q_rank,)
+        layer_norms(hf, prefix, params)
+        if not is_moe(hf, layer):
+            dense_mlp(hf, prefix, linears)
+    return linears, params
+
+
+FAMILY = Family(
+    name="deepseek_v3",
+    block="mlp",
+    router="gate.weight",
+    moe_config=moe_config,
+    is_moe=is_moe,
+    rest=rest,
+    expert=("experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj"),
+    correction_bias="gate.e_score_correction_bias",
+    shared=("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj"),
+)
