@@ -1,0 +1,315 @@
+"""BF16 grouped matmul for Hopper: x [M, K] rows sorted by group, w [G, N, K], out [M, N].
+
+Persistent and warp-specialised. Each block of three warpgroups loops over output tiles of block_m x block_n: one
+warpgroup feeds a ring of shared-memory stages through TMA, running ahead into the next tile while the other two multiply
+and store. A tile's rows come as boxes of 64 rows (schedule.py), so ragged groups need no masks and no other store than a
+full box, except groups with fewer than 64 rows, which are stored row by row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .schedule import TILE_FIELDS
+
+BOX = 64
+SWIZZLE = 128
+_CONSUMERS = 2
+SMEM_BYTES = 227 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tile shape and order of the prefill kernel.
+
+    block_m, block_n, block_k: output tile of a block and the depth of one stage (elements). split: how the two
+    multiplying warpgroups share a tile: "m" (64 rows each) or "n" (block_n / 2 columns each).
+    cluster: blocks that share the rows they load through TMA multicast, adjacent along N.
+    band: columns of tiles walked together before moving along N (0: all), which decides what stays in the L2 cache.
+    """
+
+    block_n: int = 256
+    block_k: int = 64
+    stages: int = 4
+    split: Literal["m", "n"] = "m"
+    cluster: int = 1
+    band: int = 0
+    block_m: int = 128
+    out_slots: int = 2
+    num_blocks: int | None = None
+
+    def __post_init__(self):
+        if self.block_m != 2 * BOX:
+            raise ValueError(f"block_m={self.block_m}: this kernel works on tiles of {2 * BOX} rows; use that.")
+        if self.block_n % 64 or not 64 <= self.block_n <= 256:
+            raise ValueError(f"block_n={self.block_n}: choose a multiple of 64 up to 256.")
+        if self.block_k != 64:
+            raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
+        if self.split == "n" and self.block_n % 128:
+            raise ValueError(f"block_n={self.block_n} cannot be halved in chunks of 64 columns; use split='m'.")
+
+    def smem_bytes(self, itemsize: int = 2) -> int:
+        """Shared memory of one block, barriers left out."""
+        stage = (self.block_m + self.block_n) * self.block_k * itemsize
+        return self.stages * stage + _CONSUMERS * self.out_slots * BOX * 64 * 2
+
+
+def num_sms() -> int:
+    """Multiprocessors of the device that is compiled for; 132 (H100, H200) where none is attached."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    cores = getattr(device, "num_cores", None)
+    if cores is None:
+        cores = getattr(jax.devices()[0], "core_count", None)
+    return cores or 132
+
+
+def swizzled(dtype) -> tuple:
+    """Transforms of a shared-memory tile that wgmma and TMA both read without bank conflicts."""
+    return (
+        plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)),
+        plgpu.SwizzleTransform(SWIZZLE),
+    )
+
+
+def compiler_params() -> plgpu.CompilerParams:
+    """No automatic barriers: every kernel here writes shared memory either by registers or by copies, never both, and
+    commits what it writes."""
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, unsafe_no_auto_barriers=True
+    )
+
+
+def row_views(shape: tuple[int, ...], dtype, *, plain: bool, interpret: bool):
+    """Scratch for rows that are copied from or to any row of an array, under several names for the same bytes.
+
+    The tiling that wgmma and register stores use makes Pallas demand copies that start at multiples of 8 rows. The same
+    bytes, described with tiles of a single row, carry no such demand: the 128-byte swizzle lives in the address bits.
+    Returns the scratch type; the kernel gets (matrix unit's view, copy engine's view[, view without swizzle]).
+    """
+    width = SWIZZLE // jnp.dtype(dtype).itemsize
+    views = [
+        plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)),
+        plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((1, width)), plgpu.SwizzleTransform(SWIZZLE))),
+    ]
+    if plain:
+        views.append(plgpu.SMEM(shape, dtype))
+    return views[0] if interpret else plgpu.RefUnion(*views)
+
+
+def as_views(ref, count: int, interpret: bool):
+    """The views of a row_views() scratch; the interpreter keeps one buffer and uses it for all."""
+    return (ref,) * count if interpret else tuple(ref)
+
+
+def drain(steps, stages: int, empty):
+    """Waits until the last stages are released: a block may leave only when nobody will arrive on its barriers."""
+
+    def wait(i, _):
+        plgpu.barrier_wait(empty.at[lax.rem(i, stages)])
+        return ()
+
+    lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, ())
+
+
+def walk(index, num_m, num_n: int, band: int):
+    """Tile coordinates (along M, along N) of the index-th tile: bands of `band` columns, snaking along M."""
+    if band in (0, num_n) or num_n % band:
+        return index // num_n, lax.rem(index, num_n)
+    per_band = num_m * band
+    which = lax.div(index, per_band)
+    within = lax.rem(index, per_band)
+    m = lax.div(within, band)
+    m = jnp.where(lax.rem(which, 2) == 1, num_m - 1 - m, m)
+    return m, which * band + lax.rem(within, band)
+
+
+def store_rows(value, first_row, rows, columns, out_gmem, write_view, box_view, row_view):
+    """Stores value [64, C] at out[first_row:, columns]: a whole box, or row by row where the group has fewer rows."""
+
+    @pl.when(rows >= BOX)
+    def _():
+        write_view[...] = value
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(box_view, out_gmem.at[pl.ds(first_row, BOX), columns])
+
+    @pl.when(rows < BOX)
+    def _():
+        row_view[...] = value
+        plgpu.commit_smem()
+
+        def one(i, _):
+            plgpu.copy_smem_to_gmem(row_view.at[pl.ds(i, 1)], out_gmem.at[pl.ds(first_row + i, 1), columns])
+            return ()
+
+        lax.fori_loop(0, rows, one, ())
+
+
+def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, config: Config, interpret: bool):
+    _, k = x.shape
+    _, n, _ = w.shape
+    c = config
+    a_smem, a_load = as_views(a_smem, 2, interpret)
+    out_write, out_box, out_row = as_views(out_smem, 3, interpret)
+    k_steps = pl.cdiv(k, c.block_k)
+    n_tiles = pl.cdiv(n, c.block_n * c.cluster)
+    wg = lax.axis_index("wg")
+    num_m = count[0]
+    blocks = lax.axis_size("block")
+    my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
+
+    def tile(i):
+        m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
+        if c.cluster > 1:
+            n_tile = n_tile * c.cluster + lax.axis_index("cluster")
+        field = [tiles[m_tile * TILE_FIELDS + j] for j in range(TILE_FIELDS)]
+        return *field, n_tile * c.block_n
+
+    def release(step):
+        plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
+
+    @pl.when(wg == _CONSUMERS)
+    def _produce():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def per_tile(i, step):
+            weight, row0, row1, _, col = tile(i)
+
+            def per_step(j, step):
+                slot = lax.rem(step, c.stages)
+
+                @pl.when(step >= c.stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                ks = pl.ds(j * c.block_k, c.block_k)
+                shared = dict(collective_axes="cluster") if c.cluster > 1 else {}
+                for box, row in enumerate((row0, row1)):
+                    plgpu.copy_gmem_to_smem(
+                        x.at[pl.ds(row, BOX), ks],
+                        a_load.at[slot, pl.ds(box * BOX, BOX)],
+                        full.at[slot],
+                        **shared,
+                    )
+                plgpu.copy_gmem_to_smem(w.at[weight, pl.ds(col, c.block_n), ks], b_smem.at[slot], full.at[slot])
+                return step + 1
+
+            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
+
+        steps = lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))
+
+        drain(steps, c.stages, empty)
+
+    @pl.when(wg < _CONSUMERS)
+    def _multiply():
+        plgpu.set_max_registers(232, action="increase")
+        acc_m, acc_n = (BOX, c.block_n) if c.split == "m" else (2 * BOX, c.block_n // 2)
+        a_rows = pl.ds(wg * BOX, BOX) if c.split == "m" else slice(None)
+        b_rows = slice(None) if c.split == "m" else pl.ds(wg * acc_n, acc_n)
+
+        def per_tile(i, step):
+            weight, row0, row1, rows, col = tile(i)
+            steps = jnp.where(weight >= 0, k_steps, 0)
+
+            def scope(acc):
+                def per_step(j, step):
+                    slot = lax.rem(step, c.stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(acc, a_smem.at[slot, a_rows], b_smem.at[slot, b_rows].T)
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(j > 0)
+                    def _():
+                        release(step - 1)
+
+                    return step + 1
+
+                end = lax.fori_loop(0, steps, per_step, step)
+                value = acc[...].astype(out.dtype)
+
+                @pl.when(steps > 0)
+                def _():
+                    release(end - 1)
+
+                return end, value
+
+            end, value = pl.run_scoped(scope, plgpu.ACC((acc_m, acc_n), jnp.float32))
+            chunk = 0
+            for box in range(acc_m // BOX):
+                first = jnp.where(wg == 0, row0, row1) if c.split == "m" else (row0, row1)[box]
+                # The second box of a group with fewer rows than one box is the first again: it has nothing to store.
+                second = wg == 1 if c.split == "m" else box == 1
+                my_rows = jnp.where((rows < BOX) & second, 0, rows)
+                for start in range(0, acc_n, 64):
+                    slot = chunk % c.out_slots
+                    plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+                    columns = pl.ds(col + start if c.split == "m" else col + wg * acc_n + start, 64)
+                    store_rows(
+                        value[box * BOX : (box + 1) * BOX, start : start + 64],
+                        first,
+                        my_rows,
+                        columns,
+                        out,
+                        out_write.at[wg, slot],
+                        out_box.at[wg, slot],
+                        out_row.at[wg, slot],
+                    )
+                    chunk += 1
+            return end
+
+        lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+def grouped_matmul(
+    x: jax.Array,  # [M, K]
+    w: jax.Array,  # [G, N, K]
+    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_m, box=64)
+    count: jax.Array,  # int32 [1]
+    *,
+    config: Config = Config(),
+    out_dtype=None,
+    interpret=None,
+) -> jax.Array:  # [M, N]
+    """Rows of x times the transposed weight of their group. M >= 64; N and K multiples of 64."""
+    (m, k), (_, n, _) = x.shape, w.shape
+    c = config
+    out_dtype = out_dtype or x.dtype
+    if m < BOX or n % 64 or k % 64:
+        raise ValueError(
+            f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX} and N, K that are multiples of 64; pad the arrays."
+        )
+    full = plgpu.Barrier(num_arrivals=3, num_barriers=c.stages)
+    if c.cluster > 1:
+        empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=_CONSUMERS, num_barriers=c.stages)
+    else:
+        empty = plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=c.stages)
+    blocks = c.num_blocks or num_sms() // c.cluster
+    kernel = plgpu.kernel(
+        functools.partial(_body, config=c, interpret=bool(interpret)),
+        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(c.cluster,) if c.cluster > 1 else (),
+        cluster_names=("cluster",) if c.cluster > 1 else (),
+        num_threads=_CONSUMERS + 1,
+        thread_name="wg",
+        scratch_types=dict(
+            a_smem=row_views((c.stages, c.block_m, c.block_k), x.dtype, plain=False, interpret=bool(interpret)),
+            b_smem=plgpu.SMEM((c.stages, c.block_n, c.block_k), w.dtype, transforms=swizzled(w.dtype)),
+            out_smem=row_views((_CONSUMERS, c.out_slots, BOX, 64), out_dtype, plain=True, interpret=bool(interpret)),
+            full=full,
+            empty=empty,
+        ),
+        compiler_params=compiler_params(),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(tiles, count, x, w)
