@@ -1,0 +1,11 @@
+"""Ways of computing experts on the rows that a rank received."""
+
+from .activation import gated_activation as gated_activation
+from .grouped import apply_batched_experts as apply_batched_experts
+from .grouped import apply_experts as apply_experts
+from .shared import shared_expert as shared_expert
+from .table import EXPERTS as EXPERTS
+from .table import ExpertsSpec as ExpertsSpec
+from .table import get_experts as get_experts
+from .weights import ExpertWeights as ExpertWeights
+from .weights import decodes_alike as decodes_alike

@@ -1,0 +1,8 @@
+"""Grouped matmul: rows sorted by group, each multiplied with its group's weight."""
+
+from .api import IMPLEMENTATIONS as IMPLEMENTATIONS
+from .api import Implementation as Implementation
+from .api import Problem as Problem
+from .api import grouped_matmul as grouped_matmul
+from .reference import grouped_matmul_reference as grouped_matmul_reference
+from .reference import row_groups as row_groups

@@ -1,0 +1,6 @@
+"""Rows into expert order and back."""
+
+from .rows import combine_rows as combine_rows
+from .rows import gather_rows as gather_rows
+from .sort import Sorted as Sorted
+from .sort import sort_by_expert as sort_by_expert

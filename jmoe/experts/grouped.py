@@ -1,0 +1,194 @@
+"""Gated experts over rows sorted by expert: permute, gate and up, activation, down, weighted sum.
+
+Letters: N received rows, D hidden, K ids of a row, E experts held here, F expert width, M = N * K places in expert
+order, S rows of one expert in the batched form.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.permute import Sorted, combine_rows, gather_rows, sort_by_expert
+from pallas_kernels.quantize import QTensor
+
+from ..config import MoEConfig
+from .activation import gated_activation
+from .bias import group_rows
+from .inputs import check_input, quantize_rows
+from .table import get_experts
+from .weights import ExpertWeights, check_weights, flat_gate_up, gate_or_up
+
+
+def apply_experts(
+    x: jax.Array | QTensor,
+    ids: jax.Array,
+    weights: jax.Array,
+    params: ExpertWeights,
+    config: MoEConfig,
+    *,
+    experts: str = "grouped",
+    quantize_input: bool = False,
+    straight_through: jax.Array | None = None,
+    order: Sorted | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Runs each row through those of its experts that are held here, and sums their outputs with its weights.
+
+    Arguments:
+        x: [N, D] float array, or a row-wise QTensor in the format config.quant.activations (any, where that is None: it
+            is then dequantised as it is read). Rows without a valid id may hold anything, NaN too.
+        ids: int32 [N, K], index into the experts held here; anything outside [0, E) is not computed.
+        weights: float32 [N, K].
+        params: ExpertWeights of the E experts held here.
+        experts: "grouped" or "grouped_deferred", see EXPERTS.
+        quantize_input: whether this call quantises x to config.quant.activations. "grouped" does so once for each row
+            ([N, D]), "grouped_deferred" after the permutation, where a per-tensor format may have a static scale for
+            each expert (params.input_scale [E]).
+        straight_through: for a QTensor x, the float [N, D] array it stands for; its values are not read, it receives
+            the gradient of the dequantised x.
+        order: sort_by_expert(ids, E), where the caller has made it already (for example with fewer places).
+        implementation: of the grouped matmul, None for the best.
+
+    Returns: float32 [N, D], or [N, hidden_size_unpadded] where the configuration has that.
+
+    Differentiable in float x, weights, float params and `straight_through`; quantisation is passed straight through.
+
+    Raises ValueError for shapes and formats that do not fit; if the rows would be quantised twice or, although the
+    configuration asks for it, never; and for a QTensor of another contract (per-token against per-tensor NVFP4).
+    """
+    spec = get_experts(experts)
+    if spec.form != "standard":
+        raise ValueError(
+            f"experts={experts!r} take the {spec.form} form [E, S, D]; call apply_batched_experts for them, or use "
+            "'grouped' or 'grouped_deferred' here."
+        )
+    check_weights(params, config)
+    check_input(x, config, spec, quantize_input=quantize_input)
+    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"ids {ids.shape} and weights {weights.shape} must both be [N, K] with the N={x.shape[0]} rows of x."
+        )
+    num_experts = params.gate_up.shape[0]
+    if order is None:
+        order = sort_by_expert(ids, num_experts)
+    if config.apply_router_weight_on_input:
+        row_weight = gather_rows(weights.astype(jnp.float32), order.source, order.position)  # [M, 1]
+        weights = jnp.ones_like(weights)
+    else:
+        row_weight = None
+    y = _compute(x, order, row_weight, params, config, spec, quantize_input, straight_through, implementation)  # [M, D]
+    out = combine_rows(y, order.position, weights.astype(jnp.float32))
+    return out[:, : config.output_size]
+
+
+def apply_batched_experts(
+    x: jax.Array | QTensor,
+    valid: jax.Array,
+    params: ExpertWeights,
+    config: MoEConfig,
+    *,
+    quantize_input: bool = False,
+    straight_through: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The batched form: x [E, S, D] (array or QTensor), block e through expert e, where valid [E, S] is True.
+
+    Returns float32 [E, S, D] (or hidden_size_unpadded columns), not weighted, zero where `valid` is False; those rows
+    may hold anything. weights: float32 [E, S], needed only for config.apply_router_weight_on_input. The other arguments
+    are those of `apply_experts`. The work is that of the valid rows.
+    """
+    if config.apply_router_weight_on_input and weights is None:
+        raise ValueError(
+            "config.apply_router_weight_on_input=True needs the weights [E, S] of the rows; pass weights=."
+        )
+    num_experts, slots = valid.shape
+    if x.shape[:2] != valid.shape or num_experts != params.gate_up.shape[0]:
+        raise ValueError(
+            f"x {x.shape} and valid {valid.shape} must be [E, S, D] and [E, S] with E={params.gate_up.shape[0]}, the "
+            "experts held here."
+        )
+    check_weights(params, config)
+    spec = get_experts("batched")
+    check_input(x, config, spec, quantize_input=quantize_input)
+    ids = jnp.where(valid, jnp.arange(num_experts, dtype=jnp.int32)[:, None], -1).reshape(-1, 1)
+    order = sort_by_expert(ids, num_experts)
+    flat = jax.tree.map(lambda a: a.reshape(num_experts * slots, *a.shape[2:]) if a.ndim > 1 else a, x)
+    if straight_through is not None:
+        straight_through = straight_through.reshape(num_experts * slots, -1)
+    row_weight = None
+    if config.apply_router_weight_on_input:
+        row_weight = gather_rows(weights.reshape(-1, 1).astype(jnp.float32), order.source, order.position)
+    y = _compute(flat, order, row_weight, params, config, spec, quantize_input, straight_through, implementation)
+    out = gather_rows(y, order.position[:, 0], order.source[:, None]).astype(jnp.float32)
+    return out[:, : config.output_size].reshape(num_experts, slots, -1)
+
+
+def _compute(x, order, row_weight, params, config, spec, quantize_input, straight_through, implementation):
+    """Unweighted outputs in expert order, [M, D] of the layer's dtype; zero past the last place."""
+    dtype, quant, sizes = config.jnp_dtype, config.quant, order.group_sizes
+    num_places = order.source.shape[0]
+
+    def matmul(rows, w, through):
+        return grouped_matmul(rows, w, sizes, straight_through=through, out_dtype=dtype, implementation=implementation)
+
+    rows, through = _input_rows(x, order, params, config, spec, quantize_input, straight_through)
+    flat = flat_gate_up(params.gate_up)
+    if flat is not None:
+        hidden = matmul(rows, flat, through).reshape(num_places, 2, -1)
+        gate, up = hidden[:, 0], hidden[:, 1]
+    else:
+        gate, up = (matmul(rows, gate_or_up(params.gate_up, i), through) for i in (0, 1))
+    if row_weight is not None:  # the same as weighting the input, and exact for quantised rows too
+        gate, up = gate.astype(jnp.float32) * row_weight, up.astype(jnp.float32) * row_weight
+    if params.gate_up_bias is not None:
+        bias = group_rows(params.gate_up_bias.reshape(sizes.shape[0], -1), sizes, num_places)
+        bias = bias.astype(jnp.float32).reshape(num_places, 2, -1)
+        gate, up = gate.astype(jnp.float32) + bias[:, 0], up.astype(jnp.float32) + bias[:, 1]
+    hidden = gated_activation(gate, up, config).astype(dtype)  # [M, F]
+    if quant.intermediate is None:
+        y = matmul(hidden, params.down, None)
+    else:
+        scale = _place_scale(params.intermediate_scale, sizes, num_places)
+        total = jnp.sum(sizes)
+        y = matmul(quantize_rows(hidden, quant.intermediate, num_valid_rows=total, scale=scale), params.down, hidden)
+    if params.down_bias is not None:
+        bias = group_rows(params.down_bias, sizes, num_places)
+        y = (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
+    return y
+
+
+def _input_rows(x, order, params, config, spec, quantize_input, straight_through):
+    """The first matmul's input in expert order, and the float array that takes its gradient."""
+
+    def sort(a):
+        return None if a is None else gather_rows(a, order.source, order.position)
+
+    if not quantize_input:
+        return sort(x), sort(straight_through)
+    fmt, dtype = config.quant.activations, config.jnp_dtype
+    through = straight_through if isinstance(x, QTensor) else x
+    alignment = config.quant.mx_alignment
+    scale = params.input_scale
+    if spec.per_expert_input_scale:
+        rows, num_places = sort(x), order.source.shape[0]
+        scale = _place_scale(scale, order.group_sizes, num_places)
+        total = jnp.sum(order.group_sizes)
+        q = quantize_rows(rows, fmt, num_valid_rows=total, scale=scale, alignment=alignment, dtype=dtype)
+        return q, sort(through)
+    if scale is not None and scale.ndim:
+        raise ValueError(
+            f"experts={spec.name!r} quantise each row once for all its experts and take one input scale, got "
+            f"input_scale {scale.shape}; reduce it to its maximum, or use experts='grouped_deferred'."
+        )
+    valid = jnp.any(order.position >= 0, axis=1)
+    return sort(quantize_rows(x, fmt, valid=valid, scale=scale, alignment=alignment, dtype=dtype)), sort(through)
+
+
+def _place_scale(scale, sizes, num_places):
+    """Static scales [E] spread over the places of each expert; [] and None as they are."""
+    if scale is None or scale.ndim == 0:
+        return scale
+    return group_rows(scale.astype(jnp.float32)[:, None], sizes, num_places, fill=1.0)[:, 0]

@@ -1,0 +1,72 @@
+"""Sorting rows by expert without a comparison sort: counts and prefix sums over chunks of the assignments.
+
+Letters: N rows, K experts per row, G experts (groups), M = N * K assignments (or fewer, where capped).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 128  # assignments that are ranked against each other; the chunks' counts are int32 [N * K / 128, G]
+
+
+class Sorted(NamedTuple):
+    """The rows in order of their experts. All int32.
+
+    source: [M] the row each place comes from, -1 past the last assignment. position: [N, K] the place of each
+    assignment, -1 where there is none. group_sizes: [G] places of each expert. dropped: [] assignments that found no
+    place, 0 unless `num_places` was given.
+    """
+
+    source: jax.Array
+    position: jax.Array
+    group_sizes: jax.Array
+    dropped: jax.Array
+
+
+def sort_by_expert(ids: jax.Array, num_groups: int, *, num_places: int | None = None) -> Sorted:
+    """Orders the assignments ids [N, K] by expert; within an expert by row, then by place in the row.
+
+    ids: int32; anything outside [0, num_groups) is no assignment. An expert may come more than once in a row.
+    num_places: the static number M of places, N * K (always enough) unless given; the assignments that come last are
+        dropped if there are more, and counted.
+    """
+    n, k = ids.shape
+    total = n * k
+    m = total if num_places is None else min(num_places, total)
+    chunks = -(-total // CHUNK)
+    flat = jnp.where((ids >= 0) & (ids < num_groups), ids, -1).astype(jnp.int32).reshape(total)
+    flat = jnp.pad(flat, (0, chunks * CHUNK - total), constant_values=-1).reshape(chunks, CHUNK)
+    is_group = flat[:, :, None] == jnp.arange(num_groups, dtype=jnp.int32)[None, None, :]
+    counts = jnp.sum(is_group, axis=1, dtype=jnp.int32)  # [chunks, G]
+    sizes = jnp.sum(counts, axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(sizes) - sizes
+    before = (
+        starts[None, :] + jnp.cumsum(counts, axis=0) - counts
+    )  # [chunks, G] place of a chunk's first of each expert
+    earlier = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)[None]
+    rank = jnp.sum((flat[:, :, None] == flat[:, None, :]) & earlier, axis=2, dtype=jnp.int32)  # [chunks, CHUNK]
+    valid = flat >= 0
+    place = jnp.take_along_axis(before, jnp.maximum(flat, 0), axis=1) + rank
+    place = jnp.where(valid & (place < m), place, -1).reshape(-1)[:total]
+    ends = jnp.minimum(starts + sizes, m)
+    row = jnp.arange(total, dtype=jnp.int32) // k if k else jnp.zeros((0,), jnp.int32)
+    return Sorted(
+        source=scatter_to_places(row, place, m),
+        position=place.reshape(n, k),
+        group_sizes=ends - jnp.minimum(starts, m),
+        dropped=jnp.maximum(jnp.sum(sizes) - m, 0).astype(jnp.int32),
+    )
+
+
+def scatter_to_places(values: jax.Array, place: jax.Array, num_places: int) -> jax.Array:
+    """out[place[i]] = values[i], integers; -1 where nothing lands.
+
+    Places are unique or -1, so the order is immaterial.
+    """
+    out = jnp.full((num_places,), -1, values.dtype)
+    # A negative index would wrap around even with mode="drop": send those past the end instead.
+    return out.at[jnp.where(place < 0, num_places, place)].set(values, mode="drop")
