@@ -281,7 +281,8 @@ def _check_format(row: BackendRow, name: str | None, config: MoEConfig) -> None:
     if name not in FORMATS or family(name) == "weights":
         kind = "is not a format that jmoe has" if name not in FORMATS else "is a format of weights, not of activations"
         raise ValueError(
-            f"Backend {row.name!r} was asked for activations in quant dtype {name!r}, which {kind}. {takes}. Choose one "
+            f"Backend {row.name!r} was asked for activations in quant dtype {name!r}, which {kind}. {takes}. Choose "
+            f"one "
             f"of those; {elsewhere} every activation format that there is."
         )
     if family(name) not in row.rules:

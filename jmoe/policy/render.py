@@ -1,0 +1,194 @@
+"""An explanation as a terminal shows it."""
+
+from __future__ import annotations
+
+import io
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..config import QuantConfig
+from ..formats import describe
+from . import cost
+from .explain import Alternative, Explanation
+
+WHERE = {
+    "sender": "the sender, before the rows leave",
+    "kernel": "the sender's dispatch kernel, on the way out",
+    "receiver": "the receiver, when the rows have arrived",
+    "experts": "the experts themselves",
+    "nobody": "nobody",
+}
+ON_RECEIVE = {
+    "pass": "taken as they are",
+    "quantize": "quantised",
+    "dequantize": "dequantised",
+    "requantize": "dequantised, then quantised to the experts' format",
+    "cast": "cast to the layer's dtype",
+}
+BUFFERS = {
+    "dispatch_send": "dispatch, staged to send",
+    "dispatch_receive": "dispatch, received",
+    "combine_send": "combine, to send",
+    "combine_receive": "combine, received",
+}
+
+
+def size(nbytes: float) -> str:
+    """Bytes with a decimal unit."""
+    for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.4g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    if seconds == 0:
+        return "-"
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _pairs(rows: list[tuple[str, str]]) -> Padding:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column()
+    for key, value in rows:
+        grid.add_row(key, Text(value))
+    return Padding(grid, (0, 0, 1, 2))
+
+
+def _heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def _layer(e: Explanation) -> list[tuple[str, str]]:
+    c, quant = e.config, e.config.quant or QuantConfig()
+    local = -(-c.num_experts // e.num_ranks)
+    return [
+        ("layer", f"D {c.hidden_size}, F {c.intermediate_size}, {c.num_experts} experts, top {c.num_experts_per_tok}"),
+        ("activations", describe(quant.activations or c.dtype)),
+        ("weights", f"{describe(quant.weights or c.dtype)}; {size(e.weight_bytes)} on each rank"),
+        ("ranks", f"{e.num_ranks}, {local} experts and {e.tokens} tokens on each"),
+        ("machine", e.caps.describe()),
+    ]
+
+
+def _decision(a: Alternative) -> list[tuple[str, str]]:
+    d, r = a.decision, a.row
+    assert d is not None and r is not None
+    parts = [
+        (r.data, "data"),
+        (r.block_scales, "block scales"),
+        (r.row_scale, "row scale"),
+        (r.ids, "expert ids"),
+        (r.weights, "weights"),
+        (r.padding, "padding"),
+    ]
+    rows = [
+        ("backend", f"{d.backend}, {d.form} form"),
+        ("moved by", d.transport_reason),
+    ]
+    by = WHERE[d.where]
+    if d.transport != "none":
+        row = " + ".join(f"{n} {what}" for n, what in parts if n)
+        rows += [
+            ("travels", describe(d.wire)),
+            (
+                "bytes per token",
+                f"{r.total} = {row}; once for each rank" + ("'s expert" if d.form == "batched" else ""),
+            ),
+            ("back", describe(d.combine_wire)),
+        ]
+    rows += [("quantised by", WHERE[d.where]), ("on arrival", ON_RECEIVE[d.on_receive])]
+    if d.scale != "none":
+        kept = {"token": "each token's own", "static": "one static number, equal on all ranks"}
+        rows.append(("float32 scale", kept[d.scale]))
+    rows.append(("why", d.reason))
+    return rows + [("note", note) for note in d.notes]
+
+
+def _table(e: Explanation) -> Table:
+    out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    for column in ("backend", "travels", "by"):
+        out.add_column(column, no_wrap=True)
+    for column in ("B/row", "sent", "dispatch", "combine", "buffers"):
+        out.add_column(column, justify="right", no_wrap=True)
+    for a in e.alternatives:
+        mine = a.backend == e.chosen.backend
+        name = ("> " if mine else "  ") + a.backend
+        if a.decision is None or a.row is None:
+            out.add_row(name, "refused", style="dim")
+        elif a.decision.transport == "none":
+            out.add_row(name, "nothing", a.decision.where, style="bold" if mine else "")
+        else:
+            out.add_row(
+                name,
+                a.decision.wire,
+                a.decision.where,
+                str(a.row.total),
+                size(a.dispatch_bytes),
+                duration(a.dispatch_seconds),
+                duration(a.combine_seconds),
+                size(sum(a.memory.values())),
+                style="bold" if mine else "",
+            )
+    return out
+
+
+def _blackwell(e: Explanation) -> str:
+    a, d = e.blackwell, e.chosen.decision
+    if a.decision is None or d is None:
+        return f"It would refuse: {a.refusal}"
+    n = a.decision
+    moves = "Nothing would travel" if n.transport == "none" else f"{n.backend} would send {n.wire}"
+    same = (n.backend, n.wire, n.where) == (d.backend, d.wire, d.where)
+    text = f"{moves}{', as here' if same else f' ({n.transport_reason})'}; quantised by {WHERE[n.where]}. "
+    if n.quant_dtype is None:
+        return text + (
+            "The experts take unquantised rows, so its block-scaled matrix units would idle: activations='mxfp8' or "
+            "'nvfp4_token' would use them."
+        )
+    return text + " ".join(n.notes)
+
+
+def render(e: Explanation) -> Group:
+    """Everything, for `rich.console.Console.print`."""
+    parts = [
+        _heading("What is asked for"),
+        _pairs(_layer(e)),
+        _heading("What happens"),
+        _pairs(_decision(e.chosen)),
+    ]
+    if e.chosen.memory and sum(e.chosen.memory.values()):
+        lines = [(BUFFERS.get(k, k), size(v)) for k, v in e.chosen.memory.items() if v]
+        parts += [
+            _heading("Exchange buffers of one rank"),
+            _pairs([*lines, ("in all", size(sum(e.chosen.memory.values())))]),
+        ]
+    parts += [_heading("All backends, for this layer"), Padding(_table(e), (0, 0, 0, 1))]
+    note = "sent: bytes that leave one rank in a dispatch. buffers: of one rank. "
+    if any(a.dispatch_seconds for a in e.alternatives):
+        note += f"Times are predicted from measurements on {cost.MEASURED_ON}."
+    elif e.num_ranks > 1:
+        note += f"Times are not predicted: measurements are from {cost.MEASURED_ON}."
+    if e.num_ranks > 1:
+        parts.append(Padding(Text(note, style="dim"), (0, 0, 1, 2)))
+    refusals = [(a.backend, a.refusal) for a in e.alternatives if a.decision is None]
+    if refusals:
+        parts += [_heading("Why the others refuse"), _pairs(refusals)]
+    parts += [_heading("On Blackwell"), Padding(Text(_blackwell(e)), (0, 0, 1, 2))]
+    if e.advice:
+        parts += [_heading("What you could ask for"), *(Padding(Text(line), (0, 0, 1, 2)) for line in e.advice)]
+    return Group(*parts)
+
+
+def to_text(e: Explanation, *, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render(e))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()).strip() + "\n"
