@@ -96,15 +96,15 @@ def _decision(a: Alternative) -> list[tuple[str, str]]:
     by = WHERE[d.where]
     if d.transport != "none":
         row = " + ".join(f"{n} {what}" for n, what in parts if n)
+        each = "expert of the token" if d.form == "batched" else "rank with an expert of the token"
         rows += [
-            ("travels", describe(d.wire)),
-            (
-                "bytes per token",
-                f"{r.total} = {row}; once for each rank" + ("'s expert" if d.form == "batched" else ""),
-            ),
+            ("travels", f"{d.wire}: {describe(d.wire)}"),
+            ("bytes per row", f"{r.total} = {row}; one row for each {each}"),
             ("back", describe(d.combine_wire)),
         ]
-    rows += [("quantised by", WHERE[d.where]), ("on arrival", ON_RECEIVE[d.on_receive])]
+    elif d.where == "sender":
+        by = "this rank, once, before its experts sort the rows"
+    rows += [("quantised by", by), ("on arrival", ON_RECEIVE[d.on_receive])]
     if d.scale != "none":
         kept = {"token": "each token's own", "static": "one static number, equal on all ranks"}
         rows.append(("float32 scale", kept[d.scale]))
@@ -170,13 +170,13 @@ def render(e: Explanation) -> Group:
             _heading("Exchange buffers of one rank"),
             _pairs([*lines, ("in all", size(sum(e.chosen.memory.values())))]),
         ]
-    parts += [_heading("All backends, for this layer"), Padding(_table(e), (0, 0, 0, 1))]
-    note = "sent: bytes that leave one rank in a dispatch. buffers: of one rank. "
-    if any(a.dispatch_seconds for a in e.alternatives):
-        note += f"Times are predicted from measurements on {cost.MEASURED_ON}."
-    elif e.num_ranks > 1:
-        note += f"Times are not predicted: measurements are from {cost.MEASURED_ON}."
     if e.num_ranks > 1:
+        note = "sent: bytes that leave one rank in a dispatch. buffers: of one rank. "
+        if any(a.dispatch_seconds for a in e.alternatives):
+            note += f"Times are predicted from measurements on {cost.MEASURED_ON}."
+        else:
+            note += f"Times are not predicted: the measurements are from {cost.MEASURED_ON}."
+        parts += [_heading("All backends, for this layer"), Padding(_table(e), (0, 0, 0, 1))]
         parts.append(Padding(Text(note, style="dim"), (0, 0, 1, 2)))
     refusals = [(a.backend, a.refusal) for a in e.alternatives if a.decision is None]
     if refusals:
