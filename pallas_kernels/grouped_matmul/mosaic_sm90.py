@@ -3,7 +3,10 @@
 Persistent and warp-specialised. Each block of three warpgroups loops over output tiles of block_m x block_n: one
 warpgroup feeds a ring of shared-memory stages through TMA, running ahead into the next tile while the other two multiply
 and store. A tile's rows come as boxes of 64 rows (schedule.py), so ragged groups need no masks and no other store than a
-full box, except groups with fewer than 64 rows, which are stored row by row.
+full box; only groups with fewer than 64 rows are stored row by row.
+
+Two variants of the weights: transposed ([G, K, N], for the gradient of x), and gated ([G, 2, F, K], F = N: a tile holds
+the same columns of the gate and of the up projection, and only their product is stored).
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from .schedule import TILE_FIELDS
 
 BOX = 64
 SWIZZLE = 128
-_CONSUMERS = 2
+CONSUMERS = 2
 SMEM_BYTES = 227 * 1024
 
 
@@ -59,7 +62,16 @@ class Config:
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
         stage = (self.block_m + self.block_n) * self.block_k * itemsize
-        return self.stages * stage + _CONSUMERS * self.out_slots * BOX * 64 * 2
+        return self.stages * stage + CONSUMERS * self.out_slots * BOX * 64 * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """The product of gate and up projection: "silu", "gelu_tanh", or "swiglu_oai" with its alpha and clamp limit."""
+
+    kind: Literal["silu", "gelu_tanh", "swiglu_oai"] = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
 
 
 def num_sms() -> int:
@@ -152,14 +164,28 @@ def store_rows(value, first_row, rows, columns, out_gmem, write_view, box_view, 
         lax.fori_loop(0, rows, one, ())
 
 
-def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, config: Config, interpret: bool):
+def gated_product(gate: jax.Array, up: jax.Array, activation: Gate) -> jax.Array:
+    """activation(gate) * up in float32."""
+    if activation.kind == "swiglu_oai":
+        gate = jnp.minimum(gate, activation.limit)
+        up = jnp.maximum(jnp.minimum(up, activation.limit), -activation.limit)
+        return gate / (1.0 + jnp.exp(-activation.alpha * gate)) * (up + 1.0)
+    if activation.kind == "silu":
+        return gate / (1.0 + jnp.exp(-gate)) * up
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return 0.5 * gate * (1.0 + jnp.tanh(inner)) * up
+
+
+def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, config, gate, transposed, interpret):
+    c: Config = config
     _, k = x.shape
-    _, n, _ = w.shape
-    c = config
+    _, n = out.shape
+    parts = 2 if gate else 1
+    tile_n = c.block_n // parts
     a_smem, a_load = as_views(a_smem, 2, interpret)
     out_write, out_box, out_row = as_views(out_smem, 3, interpret)
     k_steps = pl.cdiv(k, c.block_k)
-    n_tiles = pl.cdiv(n, c.block_n * c.cluster)
+    n_tiles = pl.cdiv(n, tile_n * c.cluster)
     wg = lax.axis_index("wg")
     num_m = count[0]
     blocks = lax.axis_size("block")
@@ -170,12 +196,9 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
         field = [tiles[m_tile * TILE_FIELDS + j] for j in range(TILE_FIELDS)]
-        return *field, n_tile * c.block_n
+        return *field, n_tile * tile_n
 
-    def release(step):
-        plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
-
-    @pl.when(wg == _CONSUMERS)
+    @pl.when(wg == CONSUMERS)
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
@@ -192,27 +215,37 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
                 ks = pl.ds(j * c.block_k, c.block_k)
                 shared = dict(collective_axes="cluster") if c.cluster > 1 else {}
                 for box, row in enumerate((row0, row1)):
-                    plgpu.copy_gmem_to_smem(
-                        x.at[pl.ds(row, BOX), ks],
-                        a_load.at[slot, pl.ds(box * BOX, BOX)],
-                        full.at[slot],
-                        **shared,
-                    )
-                plgpu.copy_gmem_to_smem(w.at[weight, pl.ds(col, c.block_n), ks], b_smem.at[slot], full.at[slot])
+                    target = a_load.at[slot, pl.ds(box * BOX, BOX)]
+                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared)
+                columns = pl.ds(col, tile_n)
+                if transposed:
+                    plgpu.copy_gmem_to_smem(w.at[weight, ks, columns], b_smem.at[slot], full.at[slot])
+                elif gate:
+                    for part in range(parts):
+                        target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)]
+                        plgpu.copy_gmem_to_smem(w.at[weight, part, columns, ks], target, full.at[slot])
+                else:
+                    plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
                 return step + 1
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        steps = lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))
+        drain(lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0)), c.stages, empty)
 
-        drain(steps, c.stages, empty)
-
-    @pl.when(wg < _CONSUMERS)
+    @pl.when(wg < CONSUMERS)
     def _multiply():
         plgpu.set_max_registers(232, action="increase")
         acc_m, acc_n = (BOX, c.block_n) if c.split == "m" else (2 * BOX, c.block_n // 2)
         a_rows = pl.ds(wg * BOX, BOX) if c.split == "m" else slice(None)
-        b_rows = slice(None) if c.split == "m" else pl.ds(wg * acc_n, acc_n)
+        first_column = wg * acc_n if c.split == "n" else 0
+        chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
+
+        def rhs(slot):
+            mine = slice(None) if c.split == "m" else pl.ds(wg * acc_n, acc_n)
+            return b_smem.at[slot, :, mine] if transposed else b_smem.at[slot, mine].T
+
+        def release(step):
+            plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
 
         def per_tile(i, step):
             weight, row0, row1, rows, col = tile(i)
@@ -222,7 +255,7 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
                 def per_step(j, step):
                     slot = lax.rem(step, c.stages)
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, a_smem.at[slot, a_rows], b_smem.at[slot, b_rows].T)
+                    plgpu.wgmma(acc, a_smem.at[slot, a_rows], rhs(slot))
                     plgpu.wgmma_wait(1)
 
                     @pl.when(j > 0)
@@ -232,13 +265,15 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
                     return step + 1
 
                 end = lax.fori_loop(0, steps, per_step, step)
-                value = acc[...].astype(out.dtype)
+                value = acc[...]
 
                 @pl.when(steps > 0)
                 def _():
                     release(end - 1)
 
-                return end, value
+                if gate:
+                    value = gated_product(value[:, :tile_n], value[:, tile_n:], gate)
+                return end, value.astype(out.dtype)
 
             end, value = pl.run_scoped(scope, plgpu.ACC((acc_m, acc_n), jnp.float32))
             chunk = 0
@@ -247,15 +282,14 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
                 # The second box of a group with fewer rows than one box is the first again: it has nothing to store.
                 second = wg == 1 if c.split == "m" else box == 1
                 my_rows = jnp.where((rows < BOX) & second, 0, rows)
-                for start in range(0, acc_n, 64):
+                for start in range(0, value.shape[1], chunk_n):
                     slot = chunk % c.out_slots
                     plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
-                    columns = pl.ds(col + start if c.split == "m" else col + wg * acc_n + start, 64)
                     store_rows(
-                        value[box * BOX : (box + 1) * BOX, start : start + 64],
+                        value[box * BOX : (box + 1) * BOX, start : start + chunk_n],
                         first,
                         my_rows,
-                        columns,
+                        pl.ds(col + first_column + start, chunk_n),
                         out,
                         out_write.at[wg, slot],
                         out_box.at[wg, slot],
@@ -268,45 +302,52 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
         plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "gate", "transposed", "interpret"))
 def grouped_matmul(
     x: jax.Array,  # [M, K]
-    w: jax.Array,  # [G, N, K]
-    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_m, box=64)
+    w: jax.Array,  # [G, N, K]; transposed: [G, K, N]; gate: [G, 2, N, K]
+    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_m, box=BOX)
     count: jax.Array,  # int32 [1]
     *,
-    config: Config = Config(),
+    config: Config = Config(),  # noqa: B008
     out_dtype=None,
+    gate: Gate | None = None,
+    transposed: bool = False,
     interpret=None,
 ) -> jax.Array:  # [M, N]
-    """Rows of x times the transposed weight of their group. M >= 64; N and K multiples of 64."""
-    (m, k), (_, n, _) = x.shape, w.shape
+    """Rows of x times the weight of their group (see the module's docstring for the variants).
+
+    M >= 64; N and K multiples of 64.
+    """
+    (m, k), n = x.shape, w.shape[2 if transposed or gate else 1]
     c = config
-    out_dtype = out_dtype or x.dtype
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
     if m < BOX or n % 64 or k % 64:
         raise ValueError(
             f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX} and N, K that are multiples of 64; pad the arrays."
         )
-    full = plgpu.Barrier(num_arrivals=3, num_barriers=c.stages)
+    if gate and (transposed or c.split == "n"):
+        raise ValueError("gate goes with weights [G, 2, N, K] and Config(split='m'); use those.")
     if c.cluster > 1:
-        empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=_CONSUMERS, num_barriers=c.stages)
+        empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=CONSUMERS, num_barriers=c.stages)
     else:
-        empty = plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=c.stages)
-    blocks = c.num_blocks or num_sms() // c.cluster
+        empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
+    b_shape = (c.block_k, c.block_n) if transposed else (c.block_n, c.block_k)
+    out_shape = (CONSUMERS, c.out_slots, BOX, SWIZZLE // out_dtype.itemsize)
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, interpret=bool(interpret)),
+        functools.partial(_body, config=c, gate=gate, transposed=transposed, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(blocks,),
+        grid=(c.num_blocks or num_sms() // c.cluster,),
         grid_names=("block",),
         cluster=(c.cluster,) if c.cluster > 1 else (),
         cluster_names=("cluster",) if c.cluster > 1 else (),
-        num_threads=_CONSUMERS + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="wg",
         scratch_types=dict(
             a_smem=row_views((c.stages, c.block_m, c.block_k), x.dtype, plain=False, interpret=bool(interpret)),
-            b_smem=plgpu.SMEM((c.stages, c.block_n, c.block_k), w.dtype, transforms=swizzled(w.dtype)),
-            out_smem=row_views((_CONSUMERS, c.out_slots, BOX, 64), out_dtype, plain=True, interpret=bool(interpret)),
-            full=full,
+            b_smem=plgpu.SMEM((c.stages, *b_shape), w.dtype, transforms=swizzled(w.dtype)),
+            out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
+            full=plgpu.Barrier(num_arrivals=4 if gate else 3, num_barriers=c.stages),
             empty=empty,
         ),
         compiler_params=compiler_params(),

@@ -1,9 +1,9 @@
 """Which rows of which group each tile of a grouped matmul works on, computed on the device.
 
-M rows, sorted by group; G groups. A tile covers at most `block_m` rows of one group and is read as boxes of `box` rows, so
-that a kernel can use copies of a fixed size whatever the group sizes are: the last tile of a group does not reach over the
-group's end but is moved up until it ends there, and computes some rows twice (with the same operations in the same order,
-so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
+M rows, sorted by group; G groups. A tile covers at most `block_m` rows of one group and is read as boxes of `box` rows,
+so that a kernel can use copies of a fixed size whatever the group sizes are: the last tile of a group does not reach over
+the group's end but is moved up until it ends there, and computes some rows twice (with the same operations in the same
+order, so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-#: int32 fields of a tile: weight matrix (-1: write zeros), first row of box 0, first row of the last box, rows in the tile.
+#: int32 fields of a tile: weight matrix (-1: write zeros), first row of box 0, first row of the last box, rows.
 TILE_FIELDS = 4
 
 
@@ -44,8 +44,8 @@ def tile_schedule(
 ) -> tuple[jax.Array, jax.Array]:
     """Tiles in row order, and how many there are.
 
-    group_offset, num_weights: the weight of group g is g - group_offset; groups without a weight in [0, num_weights) give
-        tiles of zeros. Defaults: 0 and G.
+    group_offset, num_weights: the weight of group g is g - group_offset; groups without a weight in [0, num_weights)
+        give tiles of zeros. Defaults: 0 and G.
     zero_tail: also emit tiles (weight -1) for the rows past the sum of the group sizes.
     Returns (tiles int32 [max_tiles * 4] as TILE_FIELDS says, count int32 [1]).
     """
