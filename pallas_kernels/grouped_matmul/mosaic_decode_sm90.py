@@ -1,7 +1,7 @@
 """BF16 grouped matmul for Hopper with few rows per group: weights stream through once at memory speed.
 
-The operands trade places: 64 rows of a weight matrix are the matrix unit's M side and `block_t` tokens its N side, so a
-group of 8 tokens costs an instruction of 8 columns, not 64 rows of padding. Blocks are small (two fit on one
+The operands trade places: 64 rows of a weight matrix are the matrix unit's M side and `block_t` tokens its N side, so
+a group of 8 tokens costs an instruction of 8 columns, not 64 rows of padding. Blocks are small (two fit on one
 multiprocessor) and hold as many bytes in flight as shared memory allows. Only groups that have rows are read.
 """
 

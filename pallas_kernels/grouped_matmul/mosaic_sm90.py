@@ -1,12 +1,12 @@
 """BF16 grouped matmul for Hopper: x [M, K] rows sorted by group, w [G, N, K], out [M, N].
 
 Persistent and warp-specialised. Each block of three warpgroups loops over output tiles of block_m x block_n: one
-warpgroup feeds a ring of shared-memory stages through TMA, running ahead into the next tile while the other two multiply
-and store. A tile's rows come as boxes of 64 rows (schedule.py), so ragged groups need no masks and no other store than a
-full box; only groups with fewer than 64 rows are stored row by row.
+warpgroup feeds a ring of shared-memory stages through TMA, running ahead into the next tile while the other two
+multiply and store. A tile's rows come as boxes of 64 rows (schedule.py), so ragged groups need no masks and no other
+store than a full box; only groups with fewer than 64 rows are stored row by row.
 
-Two variants of the weights: transposed ([G, K, N], for the gradient of x), and gated ([G, 2, F, K], F = N: a tile holds
-the same columns of the gate and of the up projection, and only their product is stored).
+Two variants of the weights: transposed ([G, K, N], for the gradient of x), and gated ([G, 2, F, K], F = N: a tile
+holds the same columns of the gate and of the up projection, and only their product is stored).
 """
 
 from __future__ import annotations

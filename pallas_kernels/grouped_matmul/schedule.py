@@ -1,9 +1,9 @@
 """Which rows of which group each tile of a grouped matmul works on, computed on the device.
 
-M rows, sorted by group; G groups. A tile covers at most `block_m` rows of one group and is read as boxes of `box` rows,
-so that a kernel can use copies of a fixed size whatever the group sizes are: the last tile of a group does not reach over
-the group's end but is moved up until it ends there, and computes some rows twice (with the same operations in the same
-order, so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
+M rows, sorted by group; G groups. A tile covers at most `block_m` rows of one group and is read as boxes of `box`
+rows, so that a kernel can use copies of a fixed size whatever the group sizes are: the last tile of a group does not
+reach over the group's end but is moved up until it ends there, and computes some rows twice (with the same operations
+in the same order, so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
 """
 
 from __future__ import annotations
