@@ -2,10 +2,10 @@
 
 T tokens on one rank, D hidden size, K experts per token, R ranks, C rows reserved per source rank, N received rows.
 
-A row is uint8: data | block scales | row scale | K int32 physical expert ids | K float32 routing weights. Each part starts
-at a multiple of its element size and the row ends at a multiple of 16 bytes, so that one aligned copy moves all of it. The
-ids are global, so one row serves every rank it goes to; a receiver keeps the ids it owns. The layout follows from what is
-sent, never from what the layer would like to compute in.
+A row is uint8: data | block scales | row scale | K int32 physical expert ids | K float32 routing weights. Each part
+starts at a multiple of its element size and the row ends at a multiple of 16 bytes, so that one aligned copy moves all
+of it. The ids are global, so one row serves every rank it goes to; a receiver keeps the ids it owns. The layout follows
+from what is sent, never from what the layer would like to compute in.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class RowLayout:
 
     @property
     def scale_offset(self) -> int:
-        return _align(self.data_bytes, self.scale_dtype.itemsize if self.format else 1)
+        fmt = self.format
+        return _align(self.data_bytes, fmt.scale_bytes if fmt else 1)
 
     @property
     def row_scale_offset(self) -> int:
@@ -119,9 +120,9 @@ class RowLayout:
 def row_layout(hidden: int, wire: str, top_k: int, *, mx_alignment: int = 0) -> RowLayout:
     """The row of a token of `hidden` elements that travels as `wire` with `top_k` ids and weights.
 
-    mx_alignment pads the columns of MX formats (scale e8m0) to a multiple of itself, as TRT-LLM style consumers want (256);
-    other formats and float wires ignore it. Raises ValueError for an unknown wire, for a format whose scales cannot
-    travel with a row, and for a hidden size that its blocks do not divide.
+    mx_alignment pads the columns of MX formats (scale e8m0) to a multiple of itself, as TRT-LLM style consumers want
+    (256); other formats and float wires ignore it. Raises ValueError for an unknown wire, for a format whose scales
+    cannot travel with a row, and for a hidden size that its blocks do not divide.
     """
     if hidden <= 0 or top_k < 0:
         raise ValueError(f"hidden={hidden} must be positive and top_k={top_k} not negative.")
@@ -129,14 +130,14 @@ def row_layout(hidden: int, wire: str, top_k: int, *, mx_alignment: int = 0) -> 
         return RowLayout(hidden, wire, top_k, hidden)
     if wire not in FORMATS:
         raise ValueError(
-            f"wire={wire!r} cannot travel; choose one of {', '.join(wire_names())}. Set QuantConfig.wire to one of them, "
-            "or leave it 'auto'."
+            f"wire={wire!r} cannot travel; choose one of {', '.join(wire_names())}. Set QuantConfig.wire to one of "
+            "them, or leave it 'auto'."
         )
     fmt = FORMATS[wire]
     if fmt.block_rows != 1:
         raise ValueError(
-            f"wire={wire!r} shares each scale among {fmt.block_rows} rows, which part ways in the exchange; formats with "
-            f"scales of their own in each row are {', '.join(wire_names())}. Use 'fp8_128' for activations."
+            f"wire={wire!r} shares each scale among {fmt.block_rows} rows, which part ways in the exchange; formats "
+            f"with scales of their own in each row are {', '.join(wire_names())}. Use 'fp8_128' for activations."
         )
     columns = _align(hidden, mx_alignment) if fmt.scale == "e8m0" and mx_alignment else hidden
     if columns % fmt.block:
@@ -178,8 +179,8 @@ def pack(x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, layout: Row
     """
     if ids.shape[-1] != layout.top_k or weights.shape != ids.shape:
         raise ValueError(
-            f"ids {ids.shape} and weights {weights.shape} do not fit a row of top_k={layout.top_k}; give [T, K] of both, "
-            "or make the layout for this K."
+            f"ids {ids.shape} and weights {weights.shape} do not fit a row of top_k={layout.top_k}; give [T, K] of "
+            "both, or make the layout for this K."
         )
     parts: list[tuple[int, jax.Array]] = [(layout.ids_offset, ids.astype(jnp.int32))]
     parts.append((layout.weights_offset, weights.astype(jnp.float32)))
@@ -192,8 +193,9 @@ def pack(x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, layout: Row
     else:
         if layout.format is not None or x.dtype != layout.dtype or x.shape[-1] != layout.columns:
             raise ValueError(
-                f"{x.dtype} array of shape {x.shape} for a row of {layout.columns} elements of {layout.wire}; rows carry "
-                "what the layout says. Cast, or quantise first (`jmoe.formats.quantize`), or make the layout for it."
+                f"{x.dtype} array of shape {x.shape} for a row of {layout.columns} elements of {layout.wire}; rows "
+                "carry what the layout says. Cast, or quantise first (`jmoe.formats.quantize`), or make the layout for "
+                "it."
             )
         parts.append((0, x))
     return _join(sorted((p for p in parts if p[1].shape[-1]), key=lambda p: p[0]), layout.row_bytes)
@@ -217,8 +219,8 @@ def _join(parts: list[tuple[int, jax.Array]], row_bytes: int) -> jax.Array:
 def _check_qtensor(q: QTensor, layout: RowLayout) -> None:
     if q.format.name != layout.wire or q.k != layout.hidden:
         raise ValueError(
-            f"QTensor of format {q.format.name!r} with {q.k} columns for a row of {layout.wire!r} with {layout.hidden}; a "
-            "layout describes one format. Make the layout from what is sent."
+            f"QTensor of format {q.format.name!r} with {q.k} columns for a row of {layout.wire!r} with "
+            f"{layout.hidden}; a layout describes one format. Make the layout from what is sent."
         )
     if q.layout != "row_major":
         raise ValueError(
@@ -257,9 +259,13 @@ def unpack(
     mine = (physical >= 0) & (local >= 0) & (local < num_local)
     if valid is not None:
         mine &= valid[:, None]
-    weights = from_bytes(rows[:, layout.weights_offset : layout.weights_offset + 4 * layout.top_k], jnp.float32)
     x = unpack_data(rows, layout, global_scale=global_scale)
-    return x, jnp.where(mine, local, -1), jnp.where(mine, weights, 0)
+    return x, jnp.where(mine, local, -1), jnp.where(mine, unpack_weights(rows, layout), 0)
+
+
+def unpack_weights(rows: jax.Array, layout: RowLayout) -> jax.Array:
+    """The routing weights of rows, float32 [N, K]."""
+    return from_bytes(rows[:, layout.weights_offset : layout.weights_offset + 4 * layout.top_k], jnp.float32)
 
 
 def unpack_data(rows: jax.Array, layout: RowLayout, *, global_scale: jax.Array | None = None) -> jax.Array | QTensor:
@@ -286,8 +292,8 @@ def capacity(tokens: int, num_targets: int, top_k: int, factor: float | None) ->
     """C, slots reserved for each pair of source and target.
 
     num_targets: R ranks (standard) or R * E_loc physical experts (batched). A token takes one slot at each of at most
-    min(K, targets) targets. factor None is dropless, C = T; else ceil(factor * T * min(K, targets) / targets), at most T.
-    It must come from values that are equal on all ranks.
+    min(K, targets) targets. factor None is dropless, C = T; else ceil(factor * T * min(K, targets) / targets), at most
+    T. It must come from values that are equal on all ranks.
     """
     if factor is None:
         return tokens
@@ -298,7 +304,8 @@ def token_bucket(tokens: int, max_tokens: int) -> int:
     """The smallest power of two that holds `tokens`, at most max_tokens: few shapes, hence few compilations."""
     if tokens > max_tokens:
         raise ValueError(
-            f"{tokens} tokens exceed max_tokens={max_tokens}; buckets go up to that. Split the batch or raise max_tokens."
+            f"{tokens} tokens exceed max_tokens={max_tokens}; buckets go up to that. Split the batch or raise "
+            "max_tokens."
         )
     return min(max_tokens, 1 << (tokens - 1).bit_length()) if tokens > 0 else 0
 
@@ -354,8 +361,8 @@ class Workspace:
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
                 raise ValueError(
-                    f"Layers with {field}={mine} and {field}={theirs} cannot share one workspace; all of its layers must "
-                    f"agree on {field}. Give each its own workspace."
+                    f"Layers with {field}={mine} and {field}={theirs} cannot share one workspace; all of its layers "
+                    f"must agree on {field}. Give each its own workspace."
                 )
         return Workspace(
             max(self.dispatch_bytes, other.dispatch_bytes),

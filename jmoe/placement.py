@@ -61,8 +61,8 @@ def placement_from_slots(slots: Sequence[Sequence[int]] | np.ndarray, num_expert
         raise ValueError(f"slots has shape {table.shape}; give one row of expert ids for each rank, [R, E_loc].")
     if table.size and (table.min() < -1 or table.max() >= num_experts):
         raise ValueError(
-            f"slots names experts {int(table.min())}..{int(table.max())}; ids lie in 0..{num_experts - 1}, and -1 marks "
-            "an unused slot. Check num_experts or the table."
+            f"slots names experts {int(table.min())}..{int(table.max())}; ids lie in 0..{num_experts - 1}, and -1 "
+            "marks an unused slot. Check num_experts or the table."
         )
     flat = table.reshape(-1)
     homes = [np.flatnonzero(flat == e) for e in range(num_experts)]
@@ -130,7 +130,7 @@ def to_physical(
 
 
 def num_unreachable(ids: jax.Array, physical: jax.Array, placement: Placement) -> jax.Array:
-    """How many assignments of `ids` name a real expert but got no physical slot (all its ranks are masked). int32 []."""
+    """int32 []: assignments of `ids` that name a real expert but got no physical slot, its ranks being masked."""
     valid = (ids >= 0) & (ids < placement.num_experts)
     return jnp.sum(valid & (physical < 0), dtype=jnp.int32)
 
@@ -170,8 +170,8 @@ def to_physical_order(values: jax.Array, placement: Placement) -> jax.Array:
     """One leaf of the experts' parameters in physical order: [E, ...] -> [R * E_loc, ...], zeros in unused slots."""
     if values.shape[:1] != (placement.num_experts,):
         raise ValueError(
-            f"A leaf of shape {values.shape} has no leading axis of {placement.num_experts} experts; give values of all "
-            "experts, in logical order."
+            f"A leaf of shape {values.shape} has no leading axis of {placement.num_experts} experts; give values of "
+            "all experts, in logical order."
         )
     slots = jnp.asarray(placement.slots).reshape(-1)
     used = (slots >= 0).reshape(-1, *([1] * (values.ndim - 1)))

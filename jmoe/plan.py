@@ -1,8 +1,8 @@
 """Who gets which token, and in which slot: computed from the ids alone, the same on every run.
 
-T tokens on this rank, K experts per token, R ranks, E_loc physical experts on one rank, C slots reserved for each pair of
-source and target. A target is a rank (standard) or a physical expert (batched). Slots are prefix sums over the tokens:
-no atomics, no sort, no floating point.
+T tokens on this rank, K experts per token, R ranks, E_loc physical experts on one rank, C slots reserved for each pair
+of source and target. A target is a rank (standard) or a physical expert (batched). Slots are prefix sums over the
+tokens: no atomics, no sort, no floating point.
 """
 
 from __future__ import annotations

@@ -6,22 +6,22 @@ from .allgather import AllGatherReduceScatter
 from .base import Backend as Backend
 from .base import Engine as Engine
 from .base import Exchange as Exchange
-from .exchange import InFlight as InFlight
-from .exchange import Received as Received
-from .exchange import combine as combine
-from .exchange import dispatch_float as dispatch_float
-from .exchange import dispatch_payload as dispatch_payload
-from .exchange import exchange_for as exchange_for
-from .exchange import finish as finish
-from .exchange import in_chunks as in_chunks
-from .exchange import shared_global_scale as shared_global_scale
-from .exchange import start as start
-from .exchange import uniform_global_scale as uniform_global_scale
+from .base import exchange_for as exchange_for
+from .combine import combine as combine
+from .dispatch import InFlight as InFlight
+from .dispatch import Received as Received
+from .dispatch import dispatch_float as dispatch_float
+from .dispatch import dispatch_payload as dispatch_payload
+from .dispatch import finish as finish
+from .dispatch import in_chunks as in_chunks
+from .dispatch import start as start
 from .local import Local
 from .low_latency import LowLatency
 from .nixl import NixlEP
 from .one_sided import OneSided
 from .ragged import Ragged
+from .scales import shared_global_scale as shared_global_scale
+from .scales import uniform_global_scale as uniform_global_scale
 from .two_sided import TwoSided
 
 BACKENDS: dict[str, Backend] = {

@@ -1,9 +1,9 @@
 """The interface that all ways of moving tokens share.
 
-T tokens on one rank, W row width, D hidden size, K experts per token, R ranks, E_loc physical experts on one rank, C slots
-reserved for each pair of source and target, N received rows: R * C (standard), E_loc * R * C (batched).
+T tokens on one rank, W row width, D hidden size, K experts per token, R ranks, E_loc physical experts on one rank, C
+slots reserved for each pair of source and target, N received rows: R * C (standard), E_loc * R * C (batched).
 
-Received row n = source * C + slot (standard) or (local expert * R + source) * C + slot (batched, kept as [E_loc, R * C]).
+Received row n = source * C + slot (standard) or (local expert * R + source) * C + slot (batched).
 Everything here runs inside shard_map over one named axis; other axes of the mesh are untouched.
 """
 
@@ -27,10 +27,11 @@ from jmoe.plan import Form, Plan, make_plan
 class Engine:
     """A kernel that moves rows in a backend's layout in place of the portable collectives.
 
-    push(rows [T, W], plan, exchange) -> (received [N, W] or [E_loc, R * C, W], counts): what `Backend.send` returns, but
-        slots in which nothing arrived may hold garbage; counts int32 [R] or [E_loc, R] say how many rows are real.
-    reduce(y, weights, plan, exchange, out_dtype) -> [T, D]: what `combine` returns for unquantised rows y [N, D]: the sum
-        over ranks in rank order (weights None), or of weights [T, K] times rows in order of k (batched); f32 inside.
+    push(rows [T, W], plan, exchange) -> (received [N, W] or [E_loc, R * C, W], counts): what `Backend.send` returns,
+        but slots in which nothing arrived may hold garbage; counts int32 [R] or [E_loc, R] say how many rows are real.
+    reduce(y, weights, plan, exchange, out_dtype) -> [T, D]: what `combine` returns for unquantised rows y [N, D]: the
+        sum over ranks in rank order (weights None), or of weights [T, K] times rows in order of k (batched); f32
+        inside.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Backend(abc.ABC):
     portable: ClassVar[str]  # the collective that moves rows where no kernel does
     kernel_slot: ClassVar[bool] = False  # whether Exchange.engine is used
     output_is_reduced: ClassVar[bool] = True  # combine returns sums over all ranks: nothing may add them up again
+    takes_rank_mask: ClassVar[bool] = False  # whether ranks may be absent
     max_ranks: ClassVar[int | None] = None
 
     def __repr__(self) -> str:
@@ -130,8 +132,8 @@ class Backend(abc.ABC):
         """The plan of this rank's physical ids [T, K]."""
         if rank_mask is not None and not self.takes_rank_mask:
             raise ValueError(
-                f"backend {self.name!r} has no rank mask; ranks may come and go with 'nixl_ep' only. Use that backend, or "
-                "leave rank_mask out."
+                f"backend {self.name!r} has no rank mask; ranks may come and go with 'nixl_ep' only. Use that backend, "
+                "or leave rank_mask out."
             )
         return make_plan(
             ids,
@@ -142,9 +144,7 @@ class Backend(abc.ABC):
             rank_mask=rank_mask,
         )
 
-    takes_rank_mask: ClassVar[bool] = False
-
-    # -- buffers: what the portable collectives exchange -----------------------------------------------------------------
+    # -- buffers: what the portable collectives exchange ---------------------------------------------------------------
 
     @abc.abstractmethod
     def forward(self, buffer: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
@@ -171,6 +171,25 @@ class Backend(abc.ABC):
         region = jnp.maximum(plan.target[:, s], 0) if plan.target is not None else jnp.int32(s)
         flat = buffer.reshape(-1, buffer.shape[-1])
         return jnp.take(flat, region * plan.capacity + jnp.maximum(slot, 0), axis=0, mode="clip"), sent
+
+    def sum_back(self, buffer: jax.Array, plan: Plan, *, weights: jax.Array | None = None, decode=None):
+        """What came back to the owner, [S, C, W], added up for each token in order of rank or of k: float32 [T, W].
+
+        weights: float32 [T, R or K], factors of the rows. decode: rows [T, W] to a pytree of float32 arrays.
+        """
+        decode = decode or (lambda rows: rows.astype(jnp.float32))
+        total = None
+        for s in range(self.num_slots(plan)):
+            rows, sent = self.pick(buffer, plan, s)
+            factor = None if weights is None else weights[:, s : s + 1]
+
+            def part(value, sent=sent, factor=factor):
+                value = value if factor is None else value * factor
+                return jnp.where(sent[:, None], value, 0)
+
+            parts = jax.tree.map(part, decode(rows))
+            total = parts if total is None else jax.tree.map(jnp.add, total, parts)
+        return total
 
     # -- the linear pair -----------------------------------------------------------------------------------------------
 
@@ -204,12 +223,38 @@ class Backend(abc.ABC):
             return buffer
         return lax.all_to_all(buffer, ex.axis_name, split_axis=0, concat_axis=0, tiled=True)
 
-    # -- what differs in how sums are formed -----------------------------------------------------------------------------
+    # -- what differs in how sums are formed ---------------------------------------------------------------------------
 
     def collective_sum(self, y: jax.Array, ex: Exchange) -> jax.Array | None:
         """Sum of float32 rows [N, D] over ranks by one collective, [T, D]; None where the owner adds up single rows."""
         del y, ex
         return None
+
+
+def exchange_for(
+    backend: Backend,
+    *,
+    tokens: int,
+    num_ranks: int,
+    num_local: int,
+    top_k: int,
+    axis_name: str | None,
+    capacity_factor: float | None = None,
+    dtype: str = "bfloat16",
+    engine: Engine | None = None,
+) -> Exchange:
+    """The static facts of an exchange of `tokens` tokens on each rank. ValueError where the backend cannot serve it."""
+    if backend.max_ranks is not None and num_ranks > backend.max_ranks:
+        raise ValueError(
+            f"backend {backend.name!r} serves {backend.max_ranks} rank, the mesh has {num_ranks} on the expert axis; "
+            "use 'allgather_reducescatter', 'nvlink_two_sided' or another that moves tokens."
+        )
+    if num_ranks > 1 and axis_name is None:
+        raise ValueError(
+            f"axis_name=None with {num_ranks} ranks: an exchange needs the name of the mesh's expert axis. Pass it."
+        )
+    size = backend.capacity(tokens, num_ranks=num_ranks, num_local=num_local, top_k=top_k, factor=capacity_factor)
+    return Exchange(axis_name, num_ranks, num_local, size, jnp.dtype(dtype).name, engine)
 
 
 def received_valid(backend: Backend, counts: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:

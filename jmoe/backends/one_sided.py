@@ -1,7 +1,7 @@
 """Each rank stores its rows straight into the receivers' buffers: one NVLink domain, one process.
 
-The layout is that of `nvlink_two_sided`, row source * C + slot. A kernel (`Exchange.engine`) reads rows from where they are
-and writes only the slots in use; without one the same rows move through lax.all_to_all.
+The layout is that of `nvlink_two_sided`, row source * C + slot. A kernel (`Exchange.engine`) reads rows from where they
+are and writes only the slots in use; without one the same rows move through lax.all_to_all.
 """
 
 from __future__ import annotations

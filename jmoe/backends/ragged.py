@@ -1,7 +1,7 @@
 """Ragged all-to-all: only the rows in use travel, so the bytes on the link follow the routing, not the capacity.
 
-Received rows lie where the fixed-capacity all-to-all puts them (source * C + slot), which makes the two interchangeable;
-slots in which nothing was sent are zeros, or the fill row.
+Received rows lie where the fixed-capacity all-to-all puts them (source * C + slot), which makes the two
+interchangeable; slots in which nothing was sent are zeros, or the fill row.
 """
 
 from __future__ import annotations

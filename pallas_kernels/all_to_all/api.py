@@ -35,27 +35,27 @@ def ragged_all_to_all(
     """Exchanges slices of rows whose sizes are known only at run time. Signature and meaning of lax.ragged_all_to_all.
 
     Args:
-      operand: [T, ...] rows to send. output: [M, ...] of the same dtype and trailing shape; rows that no slice covers keep
-        their values.
+      operand: [T, ...] rows to send. output: [M, ...] of the same dtype and trailing shape; rows that no slice covers
+        keep their values.
       input_offsets, send_sizes: int [S], where each slice starts in `operand` and how many rows it has (0 is ordinary).
       output_offsets: int [S], where the slice starts in the *receiver's* output.
       recv_sizes: int [S], rows of the slices that arrive here, ordered by source; the all_to_all of send_sizes.
       axis_name: the mesh axis (or axes) to exchange over, inside shard_map. axis_index_groups: must be None.
-      implementation: "lax" (XLA's operation; not on CPU), "reference" (all-gather and a masked gather), or None: lax's on
-        accelerators, the reference on CPU.
+      implementation: "lax" (XLA's operation; not on CPU), "reference" (all-gather and a masked gather), or None: lax's
+        on accelerators, the reference on CPU.
     Returns:
-      [M, ...]. Slices must not overlap in an output. Differentiable in operand and output; slices of operand that overlap
-      may be sent but not differentiated (their cotangents would have to be added).
+      [M, ...]. Slices must not overlap in an output. Differentiable in operand and output; slices of operand that
+      overlap may be sent but not differentiated (their cotangents would have to be added).
     """
     if axis_index_groups is not None:
         raise ValueError(
-            "axis_index_groups is not supported; the exchange spans the whole axis. Give the groups an axis of their own in "
-            "the mesh and pass its name."
+            "axis_index_groups is not supported; the exchange spans the whole axis. Give the groups an axis of their "
+            "own in the mesh and pass its name."
         )
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation={implementation!r} is not known; choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, or "
-            "None to let the platform decide."
+            f"implementation={implementation!r} is not known; choose one of {', '.join(map(repr, IMPLEMENTATIONS))}, "
+            "or None to let the platform decide."
         )
     _check(operand, output, (input_offsets, send_sizes, output_offsets, recv_sizes))
     tables = tuple(t.astype(jnp.int32) for t in (input_offsets, send_sizes, output_offsets, recv_sizes))
@@ -65,13 +65,14 @@ def ragged_all_to_all(
 def _check(operand, output, tables) -> None:
     if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
         raise ValueError(
-            f"operand {operand.dtype}{operand.shape} and output {output.dtype}{output.shape} must agree in dtype and in all "
-            "axes but the first; make the output for the operand."
+            f"operand {operand.dtype}{operand.shape} and output {output.dtype}{output.shape} must agree in dtype and "
+            "in all axes but the first; make the output for the operand."
         )
     shapes = {t.shape for t in tables}
     if len(shapes) != 1 or len(next(iter(shapes))) != 1:
         raise ValueError(
-            f"Offsets and sizes have shapes {[t.shape for t in tables]}; each must be [slices], of equal length. Flatten them."
+            f"Offsets and sizes have shapes {[t.shape for t in tables]}; each must be [slices], of equal length. "
+            "Flatten them."
         )
     for t in tables:
         if not jnp.issubdtype(t.dtype, jnp.integer):
@@ -82,8 +83,8 @@ def _run(axis_name, implementation, operand, output, *tables):
     num_ranks = lax.axis_size(axis_name)
     if tables[0].shape[0] % num_ranks:
         raise ValueError(
-            f"{tables[0].shape[0]} slices do not divide among {num_ranks} ranks; give the same number of slices for every "
-            "rank, empty ones with size 0."
+            f"{tables[0].shape[0]} slices do not divide among {num_ranks} ranks; give the same number of slices for "
+            "every rank, empty ones with size 0."
         )
     reference = functools.partial(ragged_all_to_all_reference, axis_name=axis_name)
     xla = functools.partial(lax.ragged_all_to_all, axis_name=axis_name)
