@@ -22,7 +22,7 @@ from pallas_kernels.quantize import QTensor, get_format, quantize_weights
 
 from .folder import Source
 from .leaves import Leaf, bounds, materialize, num_ranks, to_array
-from .plan import plan_moe_layer
+from .plan import StaticScales, plan_moe_layer
 
 CHUNK_BYTES = 256 << 20  # of unquantised weights that are on a device at a time
 
@@ -149,7 +149,8 @@ def load_online(
     sharding: jax.sharding.Sharding | None = None,
     placement: Placement | None = None,
     dtype: np.dtype | None = None,
-    static_scales="uniform",
+    dequantize_shared: np.dtype | None = None,
+    static_scales: StaticScales = "uniform",
 ) -> MoEParams:
     """One layer with its routed experts quantised by the contract `quant`; the rest as it is stored.
 
@@ -164,7 +165,13 @@ def load_online(
     kept = stored in spec.serialized
     decode = None if kept or stored == "unquantised" else np.dtype(np.float32)
     plan = plan_moe_layer(
-        source, layer, placement=placement, dtype=dtype, dequantize=decode, static_scales=static_scales
+        source,
+        layer,
+        placement=placement,
+        dtype=dtype,
+        dequantize=decode,
+        dequantize_shared=dequantize_shared,
+        static_scales=static_scales,
     )
     experts = plan.experts
     params = materialize(

@@ -304,9 +304,13 @@ def plan_moe_layer(
     placement: Placement | None = None,
     dtype: np.dtype | None = None,
     dequantize: np.dtype | None = None,
+    dequantize_shared: np.dtype | None = None,
     static_scales: StaticScales = "uniform",
 ) -> MoEParams:
-    """One layer's parameters as a tree of `Leaf`: nothing is read yet. Arguments as `load_moe_layer`."""
+    """One layer's parameters as a tree of `Leaf`: nothing is read yet. Arguments as `load_moe_layer`.
+
+    dequantize_shared: a type to decode the shared expert to, where the routed ones stay as they are.
+    """
     blocks = source.catalog.blocks
     if layer not in blocks:
         raise ValueError(
@@ -348,8 +352,8 @@ def plan_moe_layer(
             input_scale=static[0],
             intermediate_scale=static[1],
         ),
-        shared_gate_up=_shared(source, shared[:2], dtype, dequantize) if shared else None,
-        shared_down=_shared(source, shared[2:], dtype, dequantize) if shared else None,
+        shared_gate_up=_shared(source, shared[:2], dtype, dequantize or dequantize_shared) if shared else None,
+        shared_down=_shared(source, shared[2:], dtype, dequantize or dequantize_shared) if shared else None,
     )
 
 

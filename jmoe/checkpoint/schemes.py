@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping
 
@@ -132,23 +133,35 @@ class Scheme:
     def name(self) -> str:
         return self.kind.name if self.kind else "unquantised"
 
+    @functools.cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(p for p in self.ignore if not p.startswith("re:"))
+
+    @functools.cached_property
+    def _patterns(self) -> tuple[re.Pattern, ...]:
+        out = []
+        for pattern in self.ignore:
+            if pattern.startswith("re:"):
+                try:
+                    out.append(re.compile(pattern[3:]))
+                except re.error as e:
+                    raise CheckpointError(f"The ignore pattern {pattern!r} is not a regular expression ({e}).") from e
+            elif any(c in pattern for c in "*?["):
+                out.append(re.compile(fnmatch.translate(pattern)))
+        return tuple(out)
+
     def ignores(self, module: str) -> bool:
         """Whether `module` is on the ignore list, with or without a leading "model."."""
-        names = (module, module.removeprefix("model.")) if module.startswith("model.") else (module, "model." + module)
-        return any(_matches(name, pattern) for pattern in self.ignore for name in names)
+        if not self.ignore:
+            return False
+        other = module.removeprefix("model.") if module.startswith("model.") else "model." + module
+        return self._covers(module) or self._covers(other)
 
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error as e:
-            raise CheckpointError(
-                f"config.json: the ignore pattern {pattern!r} is not a regular expression ({e})."
-            ) from e
-    if name == pattern or name.startswith(pattern + ".") or fnmatch.fnmatchcase(name, pattern):
-        return True
-    return "." not in pattern and pattern in name.split(".")
+    def _covers(self, name: str) -> bool:
+        parts = name.split(".")
+        if not self._names.isdisjoint(parts) or any(".".join(parts[: i + 1]) in self._names for i in range(len(parts))):
+            return True
+        return any(p.match(name) for p in self._patterns)
 
 
 def _strings(where: str, value) -> tuple[str, ...]:
