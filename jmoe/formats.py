@@ -60,7 +60,8 @@ def describe(name: str | BlockFormat | None) -> str:
         return f"{plain}, unquantised, {8 * PLAIN_BYTES[plain]} bits per value"
     fmt = get_format(name)
     block = f"{fmt.block_rows}x{fmt.block}" if fmt.block_rows > 1 else str(fmt.block)
-    parts = [f"{fmt.element.upper()} values", f"{fmt.scale.upper()} scale per {block}"]
+    scale = "float32" if fmt.scale == "f32" else fmt.scale.upper()
+    parts = [f"{fmt.element.upper()} values", f"{scale} scale per {block}"]
     if fmt.pow2:
         parts[-1] += " (a power of two)"
     if fmt.scale == "e8m0" and fmt.rule == "floor":

@@ -22,11 +22,11 @@ def quantize(
 ) -> QTensor:
     """Quantise x [..., K] (bfloat16, float16 or float32) over its last axis.
 
-    fmt: a name in FORMATS or a BlockFormat. global_scale: decode scale g for formats that have one, () or a leading part
-    of x.shape[:-1] ("tensor"), x.shape[:-1] ("token"); None computes it from the data. alignment: columns are padded with
-    zeros to a multiple of this (0: not). layout: order of the block scales, "row_major" or "swizzled" (one-byte scales).
-    num_valid_rows: int32 scalar; rows (of the flattened leading axes) from there on need not be quantised, their content
-    is unspecified and they do not count in a tensor-wide maximum.
+    fmt: a name in FORMATS or a BlockFormat. global_scale: decode scale g for formats that have one, () or a leading
+    part of x.shape[:-1] ("tensor"), x.shape[:-1] ("token"); None computes it from the data. alignment: columns are
+    padded with zeros to a multiple of this (0: not). layout: order of the block scales, "row_major" or "swizzled"
+    (one-byte scales). num_valid_rows: int32 scalar; rows (of the flattened leading axes) from there on need not be
+    quantised, their content is unspecified and they do not count in a tensor-wide maximum.
     implementation: None picks the best one; "reference" is plain XLA.
     Raises ValueError for a format, shape, dtype or implementation that cannot be used, and says what can.
     """

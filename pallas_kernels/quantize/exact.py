@@ -1,8 +1,9 @@
 """Float32 arithmetic whose result does not depend on the compiler or the device, from integers where that is needed.
 
-XLA:CPU flushes subnormals and XLA:GPU keeps them; XLA:GPU divides with `div.full`/`rcp.approx` (up to 2 ulp off), turns a
-division by a constant into a multiplication, and drops a narrowing cast followed by its inverse. A quantiser that is
-specified to the bit can use none of these, so powers of two, divisions and decodes are done here on bit patterns.
+XLA:CPU flushes subnormals and XLA:GPU keeps them; XLA:GPU divides with `div.full`/`rcp.approx` (up to 2 ulp off),
+turns a division by a constant into a multiplication, and drops a narrowing cast followed by its inverse. A quantiser
+that is specified to the bit can use none of these, so powers of two, divisions and decodes are done here on bit
+patterns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def _u32(value: int) -> jax.Array:
 
 
 def f32_bits(x: jax.Array) -> jax.Array:
-    """uint32 bit pattern of x (bf16, f16 or f32) widened to float32; bf16 is widened by a shift, subnormals included."""
+    """uint32 bits of x (bf16, f16 or f32) widened to float32; bf16 by a shift, subnormals included."""
     if x.dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
@@ -123,7 +124,7 @@ def e2m1_value(code: jax.Array) -> jax.Array:
 
 
 def to_dtype(x: jax.Array, dtype) -> jax.Array:
-    """float32 x rounded to `dtype` to nearest even; bfloat16 from the bits, so that its subnormals survive everywhere."""
+    """float32 x rounded to `dtype` to nearest even; bfloat16 from the bits, so that its subnormals survive."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return x.astype(dtype)
     bits = f32_bits(x)

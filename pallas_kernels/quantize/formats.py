@@ -32,11 +32,11 @@ class FourOverSix:
 class BlockFormat:
     """One block format.
 
-    element: "e4m3" (data is float8_e4m3fn [..., K]) or "e2m1" (data is uint8 [..., K/2], even element in the low nibble).
-    block: elements along the last axis that share a scale. block_rows: rows that share it (128 for weights, else 1).
-    scale: "e8m0" (uint8 bytes), "e4m3" (float8_e4m3fn) or "f32". rule: rounding of a power-of-two scale: "ceil"
-    (smallest power of two that does not clip; NVIDIA), "floor" (OCP). A scale of "f32" with pow2 is rounded up to a
-    power of two before quantising (DeepSeek's ue8m0 scale_fmt) and kept as float32.
+    element: "e4m3" (data is float8_e4m3fn [..., K]) or "e2m1" (data is uint8 [..., K/2], even element in the low
+    nibble). block: elements along the last axis that share a scale. block_rows: rows that share it (128 for weights,
+    else 1). scale: "e8m0" (uint8 bytes), "e4m3" (float8_e4m3fn) or "f32". rule: rounding of a power-of-two scale:
+    "ceil" (smallest power of two that does not clip; NVIDIA), "floor" (OCP). A scale of "f32" with pow2 is rounded up
+    to a power of two before quantising (DeepSeek's ue8m0 scale_fmt) and kept as float32.
     global_scale: None, "tensor" (one float32 for the array) or "token" (one float32 for each row).
     """
 

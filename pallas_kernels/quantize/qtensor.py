@@ -15,10 +15,10 @@ from .formats import BlockFormat
 class QTensor:
     """A block-quantised array, x ~ data * block_scale * global_scale. A pytree: arrays are leaves, the rest is static.
 
-    data: float8_e4m3fn [..., Kp] or packed uint8 [..., Kp/2] (E2M1, even element in the low nibble), Kp = k rounded up to
-        the alignment it was quantised with (columns from k on are zero).
-    block_scale: decode scales, [..., ceil(N/block_rows), ceil(Kp/block)] where data is [..., N, Kp] (block_rows 1: one row
-        of scales for each row of data); uint8 E8M0 bytes, float8_e4m3fn or float32 as `format.scale` says. With
+    data: float8_e4m3fn [..., Kp] or packed uint8 [..., Kp/2] (E2M1, even element in the low nibble), Kp = k rounded up
+        to the alignment it was quantised with (columns from k on are zero).
+    block_scale: decode scales, [..., ceil(N/block_rows), ceil(Kp/block)] where data is [..., N, Kp] (block_rows 1: one
+        row of scales for each row of data); uint8 E8M0 bytes, float8_e4m3fn or float32 as `format.scale` says. With
         layout="swizzled": flat uint8 bytes in the 128x4 order that block-scaled matrix units read.
     global_scale: None; float32 decode scale of each row [..., N] ("token"); or one float32 for each matrix of a stack,
         whose shape is a prefix of data's, () for a single one ("tensor").

@@ -5,9 +5,9 @@ Letters: K values of a row, B block size, C = ceil(K/B) block scales of a row. R
 * MX: scale byte from the integer bits of the block maximum, data = round(x * 2^(127-byte)). A block with a NaN has byte
   255; infinity gives byte 254 and saturates (rule "ceil") or byte 255 (rule "floor"); a zero block has byte 0.
 * FP8 128: s = clip(amax, 1e-10, FLT_MAX)/448, data = round(x * (1/s)); a block with a NaN has scale NaN.
-* NVFP4: S = 6*M/amax (M = 448, 4-over-6: `e4m3_max`), at most 2^116 so that no product is subnormal; 1 for an amax of 0.
-  s = e4m3(amax_b * (S * fl(1/6))); data = round(x * 1/(s * (1/S))); g = 1/S. These orders are TransformerEngine's and
-  FlashInfer's exact modes. A block with NaN or infinity has scale NaN and counts as zero in the global maximum, so
+* NVFP4: S = 6*M/amax (M = 448, 4-over-6: `e4m3_max`), at most 2^116 so that no product is subnormal; 1 for an amax of
+  0. s = e4m3(amax_b * (S * fl(1/6))); data = round(x * 1/(s * (1/S))); g = 1/S. These orders are TransformerEngine's
+  and FlashInfer's exact modes. A block with NaN or infinity has scale NaN and counts as zero in the global maximum, so
   that it costs only itself. A zero row has scales and data 0, and with a scale per token g = 0.
   A block that is too small for any E4M3 scale has s = 0 and decodes to zeros.
 * Data in a block whose scale is NaN: 0x7F (E4M3) or 0 (E2M1).
@@ -295,7 +295,7 @@ def quantize_weights(
 
 
 def row_major_scales(q: QTensor) -> jax.Array:
-    """Block scales of q [..., ceil(N/block_rows), C] in row-major order, whatever its layout; one-byte ones as uint8."""
+    """Block scales of q in row-major order [..., ceil(N/block_rows), C], whatever its layout; E4M3 as uint8."""
     scale = q.block_scale
     if q.layout == "swizzled":
         *lead, last = q.data.shape
@@ -306,7 +306,7 @@ def row_major_scales(q: QTensor) -> jax.Array:
 
 
 def dequantize(q: QTensor, dtype=jnp.bfloat16) -> jax.Array:
-    """[..., k] of `dtype`: data * block_scale, or (data * block_scale) * global_scale, in float32, then rounded once."""
+    """[..., k] of `dtype`: data * block_scale, then * global_scale, in float32, rounded to `dtype` at the end."""
     fmt = q.format
     *lead, last = q.data.shape
     k_padded = last * 8 // fmt.bits

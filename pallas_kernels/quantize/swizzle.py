@@ -1,8 +1,9 @@
-"""The 128x4 order in which block-scaled matrix units read scales (quant_numerics: cuBLAS "block scaling factor layout").
+"""The 128x4 order in which block-scaled matrix units read scales (cuBLAS: "block scaling factors layout").
 
 Byte (m, c) of a scale matrix [M, C] lies at
   (m//128) * ceil(C/4) * 512 + (c//4) * 512 + (m%32) * 16 + ((m%128)//32) * 4 + c%4;
-rows are padded to 128 and columns to 4 with zeros, because the units read the padding (0x7F or 0xFF there would be NaN).
+rows are padded to 128 and columns to 4 with zeros, because the units read the padding (0x7F or 0xFF there would be
+NaN).
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ def swizzled_size(m: int, c: int) -> int:
 def _as_bytes(s: jax.Array) -> jax.Array:
     if s.dtype.itemsize != 1:
         raise ValueError(
-            f"The 128x4 scale order is for one-byte scales (E8M0 or E4M3), got {s.dtype}; keep float32 scales row-major."
+            f"The 128x4 scale order is for one-byte scales (E8M0 or E4M3), got {s.dtype}; keep float32 scales "
+            "row-major."
         )
     return s if s.dtype == jnp.uint8 else lax.bitcast_convert_type(s, jnp.uint8)
 
 
 def swizzle_scales(s: jax.Array) -> jax.Array:
-    """[..., M, C] one-byte scales -> [..., ceil(M/128) * ceil(C/4) * 512] uint8, padding zero. ValueError for float32."""
+    """[..., M, C] one-byte scales -> [..., ceil(M/128)*ceil(C/4)*512] uint8, padding zero. ValueError for float32."""
     s = _as_bytes(s)
     *lead, m, c = s.shape
     rows, cols = -(-m // 128), -(-c // 4)
