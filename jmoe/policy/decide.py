@@ -121,6 +121,7 @@ def decide(
         raise ValueError(f"num_ranks={num_ranks} must be at least 1 and tokens={tokens} not negative.")
     if backend != "auto":
         return _decide(config, get_backend(backend).name, num_ranks, caps, experts, options)
+    _check_activations(config)
     reasons = []
     for name, why in candidates(config, num_ranks=num_ranks, tokens=tokens, caps=caps):
         try:
@@ -227,6 +228,14 @@ def _decide(
             f"can: "
             f"{able}. Use one of those, or experts that take {name!r} as it arrives."
         )
+    if defer and quant.wire in FORMATS:
+        assert experts is not None
+        raise ValueError(
+            f"Experts {experts.name!r} want unquantised inputs and quantise them to {name!r} themselves, and "
+            f"wire={quant.wire!r} would quantise them before that. With these experts the wire can be "
+            f"{', '.join(FLOAT_WIRES)}: leave QuantConfig.wire at 'auto', or use experts that take {name!r} as it "
+            f"arrives."
+        )
     rule = None if name is None else row.rules[family(name)]
     wire, why = _wire(config, quant, row, name, rule, defer)
     where, on_receive, delivered = _steps(config, row, name, rule, wire, defer)
@@ -234,7 +243,7 @@ def _decide(
     native, device_note = _device_note(name or (wire if wire in FORMATS else None), caps)
     scale = _scale(name if name is not None else wire)
     notes = [device_note] if device_note else []
-    if on_receive == "requantize" or (defer and wire in FORMATS):
+    if on_receive == "requantize":
         notes.append(f"The activations are quantised twice: to {wire} for the wire, then to {name} for the experts.")
     if scale == "static" and wire in FORMATS and num_ranks > 1:
         notes.append(f"{wire} has one static scale, the same number on every rank and for every expert.")
@@ -290,6 +299,20 @@ def _check_format(row: BackendRow, name: str | None, config: MoEConfig) -> None:
         raise ValueError(
             f"Backend {row.name!r} does not take activations in quant dtype {name!r}"
             f"{': ' + because if because else ''}. {takes}. Choose one of those; {elsewhere} {name!r} too."
+        )
+    _check_block(name, config, f"activations={name!r}")
+
+
+def _check_activations(config: MoEConfig) -> None:
+    """Refuse what no backend could do, before "auto" asks each of them."""
+    name = activation_format((config.quant or QuantConfig()).activations)
+    if name is None:
+        return
+    if name not in table.ACTIVATION_FORMATS:
+        kind = "is a format of weights, not of activations" if name in FORMATS else "is not a format that jmoe has"
+        raise ValueError(
+            f"Activations in quant dtype {name!r} were asked for, which {kind}. Formats of activations are "
+            f"{', '.join(table.ACTIVATION_FORMATS)}. Choose one of those, or None for unquantised."
         )
     _check_block(name, config, f"activations={name!r}")
 

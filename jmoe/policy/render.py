@@ -41,7 +41,7 @@ def size(nbytes: float) -> str:
     """Bytes with a decimal unit."""
     for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if nbytes >= scale:
-            return f"{nbytes / scale:.4g} {unit}"
+            return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} B"
 
 
@@ -112,31 +112,29 @@ def _decision(a: Alternative) -> list[tuple[str, str]]:
     return rows + [("note", note) for note in d.notes]
 
 
-def _table(e: Explanation) -> Table:
+def _table(e: Explanation, *, wide: bool) -> Table:
+    """One line for each backend; a narrow terminal goes without who quantises and the bytes of a row."""
     out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
-    for column in ("backend", "travels", "by"):
+    for column in ("backend", "travels", "by") if wide else ("backend", "travels"):
         out.add_column(column, no_wrap=True)
-    for column in ("B/row", "sent", "dispatch", "combine", "buffers"):
+    for column in ("B/row", "sent", "dispatch", "combine", "buffers")[0 if wide else 1 :]:
         out.add_column(column, justify="right", no_wrap=True)
     for a in e.alternatives:
         mine = a.backend == e.chosen.backend
         name = ("> " if mine else "  ") + a.backend
         if a.decision is None or a.row is None:
             out.add_row(name, "refused", style="dim")
-        elif a.decision.transport == "none":
-            out.add_row(name, "nothing", a.decision.where, style="bold" if mine else "")
-        else:
-            out.add_row(
-                name,
-                a.decision.wire,
-                a.decision.where,
-                str(a.row.total),
-                size(a.dispatch_bytes),
-                duration(a.dispatch_seconds),
-                duration(a.combine_seconds),
-                size(sum(a.memory.values())),
-                style="bold" if mine else "",
-            )
+            continue
+        cells = [name, a.decision.wire]
+        if wide:
+            cells += [a.decision.where, str(a.row.total)]
+        cells += [
+            size(a.dispatch_bytes),
+            duration(a.dispatch_seconds),
+            duration(a.combine_seconds),
+            size(sum(a.memory.values())),
+        ]
+        out.add_row(*cells, style="bold" if mine else "")
     return out
 
 
@@ -156,7 +154,7 @@ def _blackwell(e: Explanation) -> str:
     return text + " ".join(n.notes)
 
 
-def render(e: Explanation) -> Group:
+def render(e: Explanation, *, width: int = 100) -> Group:
     """Everything, for `rich.console.Console.print`."""
     parts = [
         _heading("What is asked for"),
@@ -171,12 +169,12 @@ def render(e: Explanation) -> Group:
             _pairs([*lines, ("in all", size(sum(e.chosen.memory.values())))]),
         ]
     if e.num_ranks > 1:
-        note = "sent: bytes that leave one rank in a dispatch. buffers: of one rank. "
+        note = "sent: what leaves one rank in a dispatch. buffers: those of one rank. "
         if any(a.dispatch_seconds for a in e.alternatives):
             note += f"Times are predicted from measurements on {cost.MEASURED_ON}."
         else:
             note += f"Times are not predicted: the measurements are from {cost.MEASURED_ON}."
-        parts += [_heading("All backends, for this layer"), Padding(_table(e), (0, 0, 0, 1))]
+        parts += [_heading("All backends, for this layer"), Padding(_table(e, wide=width >= 100), (0, 0, 0, 1))]
         parts.append(Padding(Text(note, style="dim"), (0, 0, 1, 2)))
     refusals = [(a.backend, a.refusal) for a in e.alternatives if a.decision is None]
     if refusals:
@@ -189,6 +187,6 @@ def render(e: Explanation) -> Group:
 
 def to_text(e: Explanation, *, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(render(e))
+    console.print(render(e, width=width))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()).strip() + "\n"

@@ -1,0 +1,368 @@
+"""The command line: `jmoe explain`, `jmoe doctor`, `jmoe bench`.
+
+Exit status: 0 if all is well, 1 if something was found to be wrong, 2 for a command that makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+# Heavier imports (JAX, the policy, benchmarks) wait until a command needs them, so that --help is quick.
+
+MACHINES = {
+    "h100": ("NVIDIA H100", (9, 0)),
+    "h200": ("NVIDIA H200", (9, 0)),
+    "b200": ("NVIDIA B200", (10, 0)),
+    "a100": ("NVIDIA A100", (8, 0)),
+    "l40s": ("NVIDIA L40S", (8, 9)),
+    "cpu": ("CPU", None),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status is returned."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return args.run(args)
+    except (ValueError, NotImplementedError) as refusal:
+        Console(stderr=True).print(f"jmoe {args.command}: {refusal}", style="red", markup=False, highlight=False)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jmoe", description="Expert-parallel Mixture-of-Experts for JAX.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_explain(commands)
+    _add_doctor(commands)
+    _add_bench(commands)
+    return parser
+
+
+# --- explain
+
+
+def _add_explain(commands) -> None:
+    p = commands.add_parser(
+        "explain",
+        help="what a layer would send, who quantises it, why, and what it costs",
+        description="What a layer would send, who quantises it, why, how large its buffers are, what every other "
+        "backend would do, and what a Blackwell machine would do.",
+    )
+    p.add_argument(
+        "model",
+        nargs="?",
+        help="a named shape (qwen3-30b-a3b, deepseek-v3, gpt-oss-120b, mixtral-8x7b, ...), a Hugging Face config.json, "
+        "or the folder that holds one",
+    )
+    p.add_argument("--hidden", type=int, metavar="D", help="hidden size")
+    p.add_argument("--intermediate", type=int, metavar="F", help="width of one expert")
+    p.add_argument("--experts", type=int, metavar="E", help="number of experts")
+    p.add_argument("--top-k", type=int, metavar="K", help="experts of one token")
+    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of unquantised data")
+    p.add_argument("--quant", metavar="FORMAT", help="format of the activations: mxfp8, nvfp4_online, fp8, ... or none")
+    p.add_argument("--weights", metavar="FORMAT", help="format that the expert weights are kept in")
+    p.add_argument("--wire", metavar="FORMAT", help="what travels, in place of the policy's choice")
+    p.add_argument("--combine-wire", metavar="FORMAT", help="what expert outputs travel back as: mxfp8")
+    p.add_argument("--mx-alignment", type=int, metavar="N", help="pad MX payloads to a multiple of N columns")
+    p.add_argument("--capacity-factor", type=float, metavar="X", help="limit of rows for each pair of ranks")
+    p.add_argument("--backend", default="auto", help="how tokens move (default: auto)")
+    p.add_argument("--devices", type=int, metavar="R", help="expert-parallel ranks (default: this machine's devices)")
+    p.add_argument("--tokens", type=int, default=4096, metavar="T", help="tokens on each rank (default: 4096)")
+    p.add_argument("--machine", choices=tuple(MACHINES), help="explain for another machine than this one")
+    p.add_argument("--hosts", type=int, default=1, help="hosts that the ranks are spread over, with --machine")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=_explain)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from .policy import explain
+    from .policy.render import render
+
+    config = layer_config(args)
+    caps, num_ranks = _machine(args)
+    explanation = explain(config, backend=args.backend, num_ranks=num_ranks, tokens=args.tokens, caps=caps)
+    if args.json:
+        print(json.dumps(explanation.to_json(), indent=1))
+    else:
+        console = Console()
+        width = min(console.width, 120)
+        console.print(render(explanation, width=width), width=width)
+    return 0
+
+
+def layer_config(args: argparse.Namespace):
+    """The MoEConfig that the arguments of `explain` describe. ValueError says what is missing."""
+    from .config import MoEConfig, QuantConfig, from_hf
+    from .shapes import SHAPES, get_shape
+
+    sizes = {
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate,
+        "num_experts": args.experts,
+        "num_experts_per_tok": args.top_k,
+        "dtype": args.dtype,
+        "capacity_factor": args.capacity_factor,
+    }
+    given = {k: v for k, v in sizes.items() if v is not None}
+    if args.model is None:
+        missing = [flag for flag in ("hidden", "intermediate", "experts", "top_k") if getattr(args, flag) is None]
+        if missing:
+            flags = ", ".join("--" + m.replace("_", "-") for m in missing)
+            raise ValueError(
+                f"No model was named and {flags} {'is' if len(missing) == 1 else 'are'} missing. Name a shape "
+                f"({', '.join(SHAPES)}), a config.json, or give all of --hidden, --intermediate, --experts, --top-k."
+            )
+        config = MoEConfig(**given)
+    elif args.model in SHAPES:
+        config = dataclasses.replace(get_shape(args.model), **given)
+    else:
+        path = Path(args.model)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(
+                f"{args.model!r} is neither a file, nor a folder with a config.json, nor a named shape; named shapes "
+                f"are "
+                f"{', '.join(SHAPES)}."
+            )
+        config = dataclasses.replace(from_hf(_read_json(path)), **given)
+    quant = {
+        "activations": args.quant,
+        "weights": args.weights,
+        "wire": args.wire,
+        "combine_wire": args.combine_wire,
+        "mx_alignment": args.mx_alignment,
+    }
+    return dataclasses.replace(config, quant=QuantConfig(**{k: v for k, v in quant.items() if v is not None}))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise ValueError(f"{path} cannot be read as JSON ({e}); give a Hugging Face config.json.") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds a {type(data).__name__}, not an object; give a Hugging Face config.json.")
+    return data
+
+
+def _machine(args: argparse.Namespace):
+    """(capabilities, ranks): of the machine that was named, or of this one."""
+    from .caps import DeviceCaps
+
+    if args.devices is not None and args.devices < 1:
+        raise ValueError(f"--devices {args.devices} must be at least 1.")
+    if args.machine is None:
+        if args.hosts != 1:
+            raise ValueError(f"--hosts {args.hosts} describes another machine; name it with --machine.")
+        caps = DeviceCaps.detect()
+        ranks = args.devices or caps.num_devices
+        if ranks > caps.num_devices:  # more ranks than there are here: as if the machine had that many
+            link = caps.link if caps.num_devices > 1 else "nvlink" if caps.platform == "gpu" else "host"
+            caps = dataclasses.replace(caps, num_devices=ranks, link=link)
+        elif ranks == 1:
+            caps = dataclasses.replace(caps, num_devices=1, link="local")
+        return caps, ranks
+    name, capability = MACHINES[args.machine]
+    ranks = args.devices or 8
+    linked = "nvlink" if capability and capability[0] != 8 or args.machine == "a100" else "host"
+    link = "network" if args.hosts > 1 else "local" if ranks == 1 else linked
+    platform = "gpu" if capability else "cpu"
+    return DeviceCaps(platform, capability, num_devices=ranks, link=link, name=name), ranks
+
+
+# --- doctor
+
+
+def _add_doctor(commands) -> None:
+    p = commands.add_parser(
+        "doctor",
+        help="what is wrong with this machine's setup, and whether the layer computes correctly on it",
+        description="Devices, driver, versions, peer access, NCCL, which kernels can run and why not, and a short test "
+        "of the layer's numbers on this machine. Exit status 1 if a problem was found.",
+    )
+    p.add_argument("--no-self-test", action="store_true", help="look, and do not run the layer")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from . import doctor
+    from .selftest import CASES, self_test
+
+    console = Console(stderr=args.json)
+    facts = doctor.gather()
+    findings, kernels = doctor.diagnose(facts), doctor.kernels(facts)
+    results = []
+    if not args.no_self_test:
+        with _progress(console) as progress:
+            task = progress.add_task("self-test", total=len(CASES))
+
+            def step(name: str) -> None:
+                progress.update(task, description=f"self-test: {name}")
+
+            for case in CASES:
+                results += self_test((case,), step)
+                progress.advance(task)
+    bad = any(f.level == "problem" for f in findings) or not all(r.ok for r in results)
+    if args.json:
+        found = {"findings": findings, "kernels": kernels, "self_test": results}
+        print(json.dumps({k: [dataclasses.asdict(x) for x in v] for k, v in found.items()}, indent=1))
+        return int(bad)
+    console.print("[bold]Setup[/]")
+    console.print(_lines([(f.level, f.what, f.todo) for f in findings]))
+    console.print("[bold]Kernels[/]")
+    console.print(_lines([("runs" if k.runs else "not run", f"{k.name}: {k.why}", "") for k in kernels]))
+    if results:
+        console.print("[bold]Self-test of the layer[/] (SQNR against float64 on the host)")
+        console.print(_lines([("ok" if r.ok else "failed", *_result(r)) for r in results]))
+    return int(bad)
+
+
+def _result(r) -> tuple[str, str]:
+    figure = "did not run" if r.sqnr is None else f"{r.sqnr:.1f} dB"
+    return f"{r.name}: {figure} in {r.seconds:.1f} s", r.detail
+
+
+def _lines(rows: Sequence[tuple[str, str, str]]) -> Table:
+    """Rows of a mark, a statement and, below it, what to do or how it ran."""
+    colours = {"problem": "red", "failed": "red", "warning": "yellow", "not run": "yellow"}
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(width=2)
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for mark, statement, more in rows:
+        grid.add_row("", Text(mark, style=colours.get(mark, "green")), Text(statement))
+        if more:
+            grid.add_row("", "", Text(more, style="dim"))
+    return grid
+
+
+# --- bench
+
+
+def _add_bench(commands) -> None:
+    from .bench import BENCHES
+
+    p = commands.add_parser(
+        "bench",
+        help="measure, with peers and ceilings in the same run",
+        description="Measure one part of jmoe beside its peers and ceilings, or compare two runs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="benchmarks:\n" + "\n".join(f"  {name:<16}{what}" for name, what in BENCHES.items()),
+    )
+    p.add_argument("name", metavar="NAME", help=f"{', '.join(BENCHES)}; or `compare A.json B.json`")
+    p.add_argument("files", nargs="*", metavar="FILE", help="for compare: the files of two runs")
+    p.add_argument("--smoke", action="store_true", help="tiny shapes, seconds on a CPU; speeds are not meaningful")
+    p.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    p.add_argument("--plot", metavar="FILE", help="write a picture (PNG) to FILE")
+    p.add_argument("--tune", action="store_true", help="search for better kernel parameters (grouped-matmul)")
+    p.add_argument(
+        "--threshold", type=float, default=5.0, metavar="PERCENT", help="for compare: changes up to this are noise"
+    )
+    p.set_defaults(run=_bench)
+
+
+class _Watch:
+    """A benchmark's progress on a progress bar."""
+
+    def __init__(self, bar: Progress):
+        self.bar, self.task = bar, bar.add_task("starting", total=None)
+
+    def start(self, total: int) -> None:
+        self.bar.update(self.task, total=total)
+
+    def step(self, description: str) -> None:
+        task = self.bar.tasks[self.task]
+        advance = 0 if task.description == "starting" else 1
+        self.bar.update(self.task, description=description, advance=advance)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console, transient=True)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.name == "compare":
+        return _compare(args)
+    if args.files:
+        raise ValueError(f"bench {args.name} takes no files, got {args.files}; --json FILE writes one.")
+    from .bench import common, compare, module_name, plot
+
+    for option in (args.json, args.plot):
+        if option and not Path(option).absolute().parent.is_dir():
+            raise ValueError(f"{option} cannot be written: its folder does not exist. Make it first.")
+    module = _bench_module(module_name(args.name))
+    if args.tune and not hasattr(module, "tune"):
+        raise ValueError(f"bench {args.name} has nothing to tune; --tune goes with grouped-matmul.")
+    console = Console()
+    with _progress(console) as bar:
+        watch = _Watch(bar)
+        records = module.tune(watch) if args.tune else module.run(args.smoke, watch)
+    environment = common.environment()
+    records = [dataclasses.replace(r, environment=environment) for r in records]
+    where = f"{environment['num_devices']} x {environment['device_kind']}, JAX {environment['jax']}"
+    console.print(compare.table(records, title=f"jmoe bench {args.name}: {where}"))
+    if args.json:
+        common.write_json(args.json, args.name, records)
+        console.print(f"Wrote {args.json}.", highlight=False)
+    if args.plot:
+        if hasattr(module, "plot"):
+            module.plot(records, args.plot)
+        else:
+            plot.bars(records, args.plot, title=f"jmoe bench {args.name}")
+        console.print(f"Wrote {args.plot}.", highlight=False)
+    return 0
+
+
+def _bench_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        if e.name != name:
+            raise ValueError(f"{name} needs {e.name}, which is not installed; pip install it.") from None
+        raise ValueError(f"{name} is not part of this installation.") from None
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from .bench import common, compare
+
+    if len(args.files) != 2:
+        raise ValueError(f"bench compare takes two files, got {len(args.files)}: jmoe bench compare A.json B.json")
+    (name_a, a), (name_b, b) = (common.read_json(f) for f in args.files)
+    if name_a != name_b:
+        raise ValueError(
+            f"{args.files[0]} is of bench {name_a!r} and {args.files[1]} of {name_b!r}; compare two runs of the same."
+        )
+    changes = compare.compare(a, b, threshold=args.threshold / 100)
+    console = Console()
+    console.print(compare.compare_table(changes, title=f"jmoe bench {name_a}: A {args.files[0]}, B {args.files[1]}"))
+    for key, (old, new) in compare.differing_environment(a, b).items():
+        console.print(f"The runs differ in {key}: {old} and {new}.", highlight=False)
+    return int(any(c.verdict == "worse" for c in changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
