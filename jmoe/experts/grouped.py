@@ -6,11 +6,13 @@ order, S rows of one expert in the batched form.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.permute import Sorted, combine_rows, gather_rows, sort_by_expert
+from pallas_kernels.permute import Sorted, combine_rows, gather_rows, merge_duplicates, sort_by_expert
 from pallas_kernels.quantize import QTensor
 
 from ..config import MoEConfig
@@ -72,7 +74,9 @@ def apply_experts(
         )
     num_experts = params.gate_up.shape[0]
     if order is None:
-        order = sort_by_expert(ids, num_experts)
+        if ids.shape[1] > num_experts:  # then distinct ids need fewer places than N * K
+            ids, weights = merge_duplicates(ids, weights)
+        order = sort_by_expert(ids, num_experts, num_places=ids.shape[0] * min(ids.shape[1], num_experts))
     if config.apply_router_weight_on_input:
         row_weight = gather_rows(weights.astype(jnp.float32), order.source, order.position)  # [M, 1]
         weights = jnp.ones_like(weights)
@@ -115,7 +119,7 @@ def apply_batched_experts(
     check_input(x, config, spec, quantize_input=quantize_input)
     ids = jnp.where(valid, jnp.arange(num_experts, dtype=jnp.int32)[:, None], -1).reshape(-1, 1)
     order = sort_by_expert(ids, num_experts)
-    flat = jax.tree.map(lambda a: a.reshape(num_experts * slots, *a.shape[2:]) if a.ndim > 1 else a, x)
+    flat = _flat_rows(x)
     if straight_through is not None:
         straight_through = straight_through.reshape(num_experts * slots, -1)
     row_weight = None
@@ -124,6 +128,17 @@ def apply_batched_experts(
     y = _compute(flat, order, row_weight, params, config, spec, quantize_input, straight_through, implementation)
     out = gather_rows(y, order.position[:, 0], order.source[:, None]).astype(jnp.float32)
     return out[:, : config.output_size].reshape(num_experts, slots, -1)
+
+
+def _flat_rows(x):
+    """[E, S, D] -> [E * S, D]; a QTensor part by part, with a scale for each block ([E]) spread over its rows."""
+    if not isinstance(x, QTensor):
+        return x.reshape(-1, x.shape[-1])
+    scale = x.global_scale
+    if scale is not None and scale.ndim:
+        scale = jnp.broadcast_to(scale.reshape(*scale.shape, *(1,) * (2 - scale.ndim)), x.shape[:2]).reshape(-1)
+    data, block_scale = (a.reshape(-1, a.shape[-1]) for a in (x.data, x.block_scale))
+    return dataclasses.replace(x, data=data, block_scale=block_scale, global_scale=scale)
 
 
 def _compute(x, order, row_weight, params, config, spec, quantize_input, straight_through, implementation):

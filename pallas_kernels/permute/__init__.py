@@ -3,4 +3,5 @@
 from .rows import combine_rows as combine_rows
 from .rows import gather_rows as gather_rows
 from .sort import Sorted as Sorted
+from .sort import merge_duplicates as merge_duplicates
 from .sort import sort_by_expert as sort_by_expert

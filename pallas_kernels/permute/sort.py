@@ -62,6 +62,19 @@ def sort_by_expert(ids: jax.Array, num_groups: int, *, num_places: int | None = 
     )
 
 
+def merge_duplicates(ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same assignments with every expert at most once in a row: its first place has the sum of its weights.
+
+    ids int32 [N, K], weights [N, K]; the other places get id -1 and weight 0. Differentiable in weights.
+    """
+    k = ids.shape[1]
+    same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]  # [N, K, K]
+    repeated = jnp.any(same & jnp.tril(jnp.ones((k, k), bool), -1)[None], axis=2)
+    kept = (ids >= 0) & ~repeated
+    total = jnp.sum(jnp.where(same & kept[:, :, None], weights[:, None, :], 0), axis=2)
+    return jnp.where(repeated, -1, ids), total.astype(weights.dtype)
+
+
 def scatter_to_places(values: jax.Array, place: jax.Array, num_places: int) -> jax.Array:
     """out[place[i]] = values[i], integers; -1 where nothing lands.
 
