@@ -81,13 +81,47 @@ def kernel_params(schedule: Schedule, name: str, *, warpgroups: int = 2) -> dict
     )
 
 
-def completion(axis_name: str, num_ranks: int, blocks: int) -> None:
-    """Tells every rank that this block's writes have completed; block 0 waits until every block of every rank has."""
+def standard_places(axis_name: str, num_ranks: int, capacity: int):
+    """A function (token, slot_ref [T, R]) -> [(peer, row of its result or -1)] that starts after the own rank."""
+
+    def places(token, slot_ref):
+        me = lax.axis_index(axis_name)
+        found = []
+        for step in range(num_ranks):
+            peer = peer_of(me, step + 1, num_ranks)
+            place = slot_ref[token, peer]
+            found.append((peer, jnp.where(place >= 0, me * int32(capacity) + place, int32(-1))))
+        return found
+
+    return places
+
+
+def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_local: int, blocks: int) -> None:
+    """Stores counts [R * E_loc] of this rank at its place in every rank's result; each block sends a few of them."""
+    me = lax.axis_index(axis_name)
+    block = lax.axis_index("block")
+
+    def one(i, _):
+        index = block + i * int32(blocks)
+        peer = lax.div(index, int32(num_local))
+        place = me * int32(num_local) + index - peer * int32(num_local)
+        plgpu.remote_ref(out_counts_ref, {axis_name: peer})[place] = counts_ref[index]
+        return ()
+
+    total = int32(num_ranks * num_local)
+    lax.fori_loop(int32(0), lax.div(total - block + int32(blocks - 1), int32(blocks)), one, ())
+
+
+def completion(axis_name: str, num_ranks: int, blocks: int, *, signallers: int = 1, waiter=True) -> None:
+    """Tells every rank that this warpgroup's writes have completed; block 0 waits until every block of every rank has.
+
+    signallers: warpgroups of each block that call this. waiter: true in the one of them that waits.
+    """
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
     me = lax.axis_index(axis_name)
     for step in range(num_ranks):
         pl.semaphore_signal(arrived, device_id={axis_name: peer_of(me, step + 1, num_ranks)})
 
-    @pl.when(lax.axis_index("block") == 0)
+    @pl.when((lax.axis_index("block") == 0) & waiter)
     def _():
-        pl.semaphore_wait(arrived, num_ranks * blocks, decrement=False)
+        pl.semaphore_wait(arrived, num_ranks * blocks * signallers, decrement=False)

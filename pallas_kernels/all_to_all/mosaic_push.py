@@ -1,7 +1,7 @@
 """One-sided dispatch for NVIDIA GPUs of one host: rows are stored straight into the receivers' buffers (Mosaic GPU).
 
 Letters: T tokens on this rank, W row width, R ranks, C rows reserved for each source rank, K experts per token,
-N received rows.
+E_loc experts on one rank.
 
 A token's row is loaded once into shared memory and stored from there to every place it goes to, the own rank included.
 Blocks are persistent and take every num_blocks-th token, so that each sends about the same number of bytes whatever the
@@ -16,7 +16,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_common import Schedule, completion, int32, kernel_params, peer_of, row_bytes, stages_for
+from .mosaic_common import (
+    Schedule,
+    completion,
+    int32,
+    kernel_params,
+    row_bytes,
+    send_counts,
+    stages_for,
+    standard_places,
+)
 
 
 def push_rows(
@@ -36,34 +45,111 @@ def push_rows(
     written: they hold whatever was in that memory, and the counts say so. Bytes over the link: one row for each
     (token, other rank).
     """
-    tokens, width = rows.shape
     num_ranks = slot.shape[1]
-    schedule = schedule or Schedule.for_rows(tokens, row_bytes(rows))
+    places = standard_places(axis_name, num_ranks, capacity)
+    out, out_counts = _push(rows, (slot,), counts, places, axis_name, num_ranks, 1, num_ranks * capacity, schedule)
+    return out.reshape(num_ranks, capacity, rows.shape[1]), out_counts
 
-    def body(rows_ref, slot_ref, counts_ref, out_ref, out_counts_ref, ring, full, empty):
+
+def push_batched(
+    rows: jax.Array,
+    target: jax.Array,
+    slot: jax.Array,
+    counts: jax.Array,
+    *,
+    axis_name: str,
+    num_ranks: int,
+    num_local: int,
+    capacity: int,
+    schedule: Schedule | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Stores row t once for each of its experts, at `[expert, own rank * C + slot[t, k]]` of the expert's owner.
+
+    rows: [T, W] as for `push_rows`. target: int32 [T, K] physical experts (owner = target // E_loc). slot: int32
+    [T, K], -1 where nothing is sent. counts: int32 [R * E_loc], rows that go to each expert.
+    Returns (received [E_loc, R * C, W], received counts int32 [E_loc, R]); rows beyond the counts are not written.
+    """
+
+    def places(token, target_ref, slot_ref):
         me = lax.axis_index(axis_name)
+        found = []
+        for k in range(target.shape[1]):
+            expert, place = jnp.maximum(target_ref[token, k], int32(0)), slot_ref[token, k]
+            peer = lax.div(expert, int32(num_local))
+            row = ((expert - peer * int32(num_local)) * int32(num_ranks) + me) * int32(capacity) + place
+            found.append((peer, jnp.where(place >= 0, row, int32(-1))))
+        return found
 
-        def destinations(token):
-            found = []
-            for step in range(num_ranks):
-                peer = peer_of(me, step + 1, num_ranks)
-                place = slot_ref[token, peer]
-                found.append((peer, jnp.where(place >= 0, me * int32(capacity) + place, int32(-1))))
-            return found
+    total = num_local * num_ranks * capacity
+    out, out_counts = _push(rows, (target, slot), counts, places, axis_name, num_ranks, num_local, total, schedule)
+    return out.reshape(num_local, num_ranks * capacity, rows.shape[1]), out_counts.reshape(num_ranks, num_local).T
 
-        def tail():
-            for step in range(num_ranks):
-                peer = peer_of(me, step, num_ranks)
-                plgpu.remote_ref(out_counts_ref, {axis_name: peer})[me] = counts_ref[peer]
 
-        _push_loop(rows_ref, out_ref, ring, full, empty, destinations, tail, tokens, axis_name, num_ranks, schedule)
-
+def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, schedule):
+    """Warpgroup 0 keeps the ring of rows full; warpgroup 1 stores each to its places, then signals."""
+    tokens, width = rows.shape
+    schedule = schedule or Schedule.for_rows(tokens, row_bytes(rows))
     stages = stages_for(schedule, row_bytes(rows))
-    out, out_counts = plgpu.kernel(
+    in_flight = min(schedule.in_flight, stages - 1)
+
+    def body(rows_ref, counts_ref, *refs):
+        table_refs, (out_ref, out_counts_ref, ring, full, empty) = refs[: len(tables)], refs[len(tables) :]
+        block = lax.axis_index("block")
+        role = lax.axis_index("warpgroup")
+        blocks = int32(schedule.blocks)
+        trips = lax.div(int32(tokens) - block + blocks - int32(1), blocks)  # >= 0 because blocks <= tokens
+
+        @pl.when(role == 0)
+        def _load():
+            def step(i, _):
+                stage = lax.rem(i, int32(stages))
+
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[stage])
+
+                plgpu.copy_gmem_to_smem(
+                    rows_ref.at[pl.ds(block + i * blocks, 1)],
+                    ring.at[stage],
+                    full.at[stage],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+                return ()
+
+            lax.fori_loop(int32(0), trips, step, ())
+
+        @pl.when(role == 1)
+        def _store():
+            def step(i, _):
+                stage = lax.rem(i, int32(stages))
+                found = places(block + i * blocks, *table_refs)
+                plgpu.barrier_wait(full.at[stage])
+                for peer, place in found:
+
+                    @pl.when(place >= 0)
+                    def _(peer=peer, place=place):
+                        target = plgpu.remote_ref(out_ref, {axis_name: peer})
+                        plgpu.copy_smem_to_gmem(ring.at[stage], target.at[pl.ds(place, 1)], commit_group=False)
+
+                plgpu.commit_smem_to_gmem_group()
+
+                @pl.when(i >= in_flight)
+                def _():
+                    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+                    plgpu.barrier_arrive(empty.at[lax.rem(i - int32(in_flight), int32(stages))])
+
+                return ()
+
+            lax.fori_loop(int32(0), trips, step, ())
+            send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
+            plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
+            completion(axis_name, num_ranks, schedule.blocks)
+
+    return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_ranks * capacity, width), rows.dtype),
-            jax.ShapeDtypeStruct((num_ranks,), jnp.int32),
+            jax.ShapeDtypeStruct((total, width), rows.dtype),
+            jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
             plgpu.SMEM((stages, 1, width), rows.dtype),
@@ -71,64 +157,4 @@ def push_rows(
             plgpu.Barrier(num_barriers=stages),
         ],
         **kernel_params(schedule, "push_rows"),
-    )(rows, slot, counts)
-    return out.reshape(num_ranks, capacity, width), out_counts
-
-
-def _push_loop(rows_ref, out_ref, ring, full, empty, destinations, tail, tokens, axis_name, num_ranks, schedule):
-    """Warpgroup 0 keeps the ring of rows full; warpgroup 1 stores each to its destinations, then signals."""
-    stages = ring.shape[0]
-    block = lax.axis_index("block")
-    role = lax.axis_index("warpgroup")
-    blocks = int32(schedule.blocks)
-    trips = lax.div(int32(tokens) - block + blocks - int32(1), blocks)  # >= 0 because blocks <= tokens
-
-    @pl.when(role == 0)
-    def _load():
-        def step(i, _):
-            stage = lax.rem(i, int32(stages))
-
-            @pl.when(i >= stages)
-            def _():
-                plgpu.barrier_wait(empty.at[stage])
-
-            plgpu.copy_gmem_to_smem(
-                rows_ref.at[pl.ds(block + i * blocks, 1)],
-                ring.at[stage],
-                full.at[stage],
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )
-            return ()
-
-        lax.fori_loop(int32(0), trips, step, ())
-
-    @pl.when(role == 1)
-    def _store():
-        def step(i, _):
-            stage = lax.rem(i, int32(stages))
-            places = destinations(block + i * blocks)
-            plgpu.barrier_wait(full.at[stage])
-            for peer, place in places:
-
-                @pl.when(place >= 0)
-                def _(peer=peer, place=place):
-                    target = plgpu.remote_ref(out_ref, {axis_name: peer})
-                    plgpu.copy_smem_to_gmem(ring.at[stage], target.at[pl.ds(place, 1)], commit_group=False)
-
-            plgpu.commit_smem_to_gmem_group()
-
-            @pl.when(i >= schedule.in_flight)
-            def _():
-                plgpu.wait_smem_to_gmem(schedule.in_flight, wait_read_only=True)
-                plgpu.barrier_arrive(empty.at[lax.rem(i - int32(schedule.in_flight), int32(stages))])
-
-            return ()
-
-        lax.fori_loop(int32(0), trips, step, ())
-
-        @pl.when(block == 0)
-        def _():
-            tail()
-
-        plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
-        completion(axis_name, num_ranks, schedule.blocks)
+    )(rows, counts, *tables)

@@ -45,6 +45,7 @@ def ragged_push(
     sizes = [chunk >> shift for shift in range(chunk.bit_length())]  # a chunk of n rows is copied bit by bit of n
     schedule = schedule or Schedule.for_rows(operand.shape[0], nbytes)
     stages = stages_for(schedule, chunk * nbytes)
+    in_flight = min(schedule.in_flight, stages - 1)
     blocks = int32(schedule.blocks)
 
     def body(operand_ref, input_ref, size_ref, output_ref, out_ref, ring, full, empty):
@@ -115,10 +116,10 @@ def ragged_push(
                     )
                 plgpu.commit_smem_to_gmem_group()
 
-                @pl.when(count >= schedule.in_flight)
+                @pl.when(count >= in_flight)
                 def _():
-                    plgpu.wait_smem_to_gmem(schedule.in_flight, wait_read_only=True)
-                    plgpu.barrier_arrive(empty.at[lax.rem(count - int32(schedule.in_flight), int32(stages))])
+                    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+                    plgpu.barrier_arrive(empty.at[lax.rem(count - int32(in_flight), int32(stages))])
 
             walk(visit)
             plgpu.wait_smem_to_gmem(0)
