@@ -19,8 +19,6 @@ CURVES: dict[str, tuple[tuple[float, float], ...]] = {
     "collectives": ((1.84e6, 22e-6), (14.7e6, 50e-6), (117e6, 455e-6), (470e6, 1603e-6)),
     "ragged": ((1.84e6, 216e-6), (14.7e6, 2.9e-3), (117e6, 21.7e-3), (470e6, 157e-3)),  # lax.ragged_all_to_all
 }
-# One kernel with remote references in a chain of them: XLA's barrier across the GPUs and the launch.
-REMOTE_WRITE_FLOOR = 18.7e-6
 
 
 def ranks_per_token(config: MoEConfig, num_ranks: int) -> float:

@@ -137,19 +137,16 @@ def decide(
 
 def candidates(config: MoEConfig, *, num_ranks: int, tokens: int, caps: DeviceCaps) -> tuple[tuple[str, str], ...]:
     """Backends in the order in which "auto" tries them, each with its reason."""
+    # The batched backends come last: they only take batched experts, and nothing else does.
+    batched = (("low_latency", "the experts are batched"), ("nixl_ep", "the experts are batched"))
     if num_ranks == 1:
-        return (("local", "there is one rank"),)
+        return (("local", "there is one rank"), *batched)
     many_ranks, many_experts = table.ALLGATHER_RANKS_MANY_EXPERTS
     k = config.num_experts_per_tok
     small = num_ranks <= table.ALLGATHER_RANKS or (num_ranks <= many_ranks and k >= many_experts)
     gather = ("allgather_reducescatter", f"a token goes to most of {num_ranks} ranks anyway (top-{k})")
     two_sided = ("nvlink_two_sided", f"{num_ranks} ranks, {LINKS[caps.link]}, exchange by all-to-all through XLA")
     portable = (gather, two_sided) if small else (two_sided, gather)
-    # The batched backends come last: they only take batched experts, and nothing else does.
-    batched = (
-        ("low_latency", "the experts are batched"),
-        ("nixl_ep", "the experts are batched"),
-    )
     if caps.link == "network":
         ragged = ("deepep_high_throughput", "the ranks are spread over several processes or hosts")
         return (ragged, two_sided, gather, *batched)
@@ -352,10 +349,11 @@ def _wire(
 
 
 def _requested_wire(config: MoEConfig, quant: QuantConfig, row: BackendRow) -> tuple[str, str]:
-    asked = activation_format(quant.wire)
-    if asked is None or asked in FLOAT_WIRES:
-        wire = config.dtype if asked is None else quant.wire
-        return wire, f"QuantConfig.wire={quant.wire!r} was asked for."
+    asked = {"none": config.dtype, "bf16": "bfloat16"}.get(quant.wire, quant.wire)
+    if asked in FLOAT_WIRES:
+        return asked, f"QuantConfig.wire={quant.wire!r} was asked for."
+    asked = activation_format(asked)
+    assert asked is not None
     usable = table.members(row.carries)
     if asked not in usable:
         because = table.REFUSAL_REASONS.get((row.name, family(asked))) if asked in FORMATS else None
