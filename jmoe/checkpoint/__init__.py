@@ -1,10 +1,12 @@
 """Checkpoints in Hugging Face's form: reading, quantising, writing and swapping them, without torch."""
 
 from .calibrate import calibrate
+from .draft import draft_format, share_workspace
 from .errors import CheckpointError
 from .folder import Checkpoint, MemoryCheckpoint
 from .load import load_moe_layer, load_moe_layers, read_rest
 from .online import ONLINE, resolve_quant
+from .reload import LiveWeights, LoadOptions, MetadataChangedError, Weights, check_metadata, load_weights, reload
 from .safetensors import SafetensorsFile, TensorInfo, write_safetensors
 from .save import FORMATS, quantize_folder, save_checkpoint
 from .schemes import KINDS
@@ -15,15 +17,24 @@ __all__ = [
     "ONLINE",
     "Checkpoint",
     "CheckpointError",
+    "LiveWeights",
+    "LoadOptions",
     "MemoryCheckpoint",
+    "MetadataChangedError",
     "SafetensorsFile",
     "TensorInfo",
+    "Weights",
     "calibrate",
+    "check_metadata",
+    "draft_format",
     "load_moe_layer",
     "load_moe_layers",
+    "load_weights",
     "quantize_folder",
     "read_rest",
+    "reload",
     "resolve_quant",
     "save_checkpoint",
+    "share_workspace",
     "write_safetensors",
 ]
