@@ -1,0 +1,110 @@
+"""The remote-write kernels as an engine of the one-sided and batched backends.
+
+T tokens on one rank, W row width, D hidden size, R ranks, E_loc experts on one rank, C slots of a source rank.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jmoe.caps import DeviceCaps
+from jmoe.plan import Plan
+
+from .base import Engine, Exchange
+
+MAX_RANKS = 8  # devices of one process whose memory XLA maps for a kernel
+_UNIT = 16  # bytes; bulk copies move multiples of this
+
+
+def engine_reason(caps: DeviceCaps) -> str | None:
+    """Why the kernels cannot serve these devices; None where they can."""
+    if not caps.kernels:
+        return caps.kernels_reason
+    if caps.platform != "gpu" or caps.compute_capability is None or caps.compute_capability < (9, 0):
+        return (
+            f"the remote-write kernels need NVIDIA GPUs of compute capability 9.0 or newer, these are {caps.describe()}"
+        )
+    if caps.link not in ("nvlink", "pcie"):
+        return f"the remote-write kernels need peer access within one process, these devices are {caps.describe()}"
+    if caps.num_devices > MAX_RANKS:
+        return (
+            f"the remote-write kernels serve at most {MAX_RANKS} GPUs of one process, the mesh has {caps.num_devices}"
+        )
+    return None
+
+
+def remote_write_engine(caps: DeviceCaps | None = None) -> Engine | None:
+    """The engine for these devices (None: all that JAX sees), or None where `engine_reason` names an obstacle."""
+    caps = DeviceCaps.detect() if caps is None else caps
+    return None if engine_reason(caps) else ENGINE
+
+
+def _padded(rows: jax.Array, width: int) -> jax.Array:
+    return rows if rows.shape[1] == width else jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
+
+
+def push(rows: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, jax.Array]:
+    """Rows [T, W] to where the plan says; see `Engine.push`. Slots beyond the counts are not written."""
+    from pallas_kernels.all_to_all import mosaic_push
+
+    num_ranks, num_local, capacity = exchange.num_ranks, exchange.num_local, exchange.capacity
+    batched = plan.form == "batched"
+    width = rows.shape[1]
+    if rows.size == 0 or capacity == 0:
+        shape = (num_local, num_ranks * capacity, width) if batched else (num_ranks * capacity, width)
+        return jnp.zeros(shape, rows.dtype), jnp.zeros((num_local, num_ranks) if batched else (num_ranks,), jnp.int32)
+    unit = max(1, _UNIT // rows.dtype.itemsize)
+    wide = _padded(rows, -(-width // unit) * unit)
+    axis = exchange.axis_name
+    assert axis is not None  # `exchange_for` refuses several ranks without an axis
+    if batched:
+        assert plan.target is not None
+        out, counts = mosaic_push.push_batched(
+            wide,
+            plan.target,
+            plan.slot,
+            plan.counts,
+            axis_name=axis,
+            num_ranks=num_ranks,
+            num_local=num_local,
+            capacity=capacity,
+        )
+    else:
+        out, counts = mosaic_push.push_rows(wide, plan.slot, plan.counts, axis_name=axis, capacity=capacity)
+        out = out.reshape(-1, out.shape[-1])
+    return out[..., :width], counts
+
+
+def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array:
+    """Experts' rows y [N, D] added up at their owners, [T, D]; see `Engine.reduce`."""
+    from pallas_kernels.all_to_all import mosaic_combine
+
+    tokens, width = plan.num_tokens, y.shape[-1]
+    if tokens == 0 or y.size == 0:
+        return jnp.zeros((tokens, width), out_dtype)
+    y = y.reshape(-1, width)
+    wide = _padded(y, max(mosaic_combine.MIN_HIDDEN, -(-width // 8) * 8))
+    axis = exchange.axis_name
+    assert axis is not None
+    if plan.form == "batched":
+        assert plan.target is not None and weights is not None
+        out = mosaic_combine.combine_batched(
+            wide.reshape(exchange.num_local, -1, wide.shape[1]),
+            plan.target,
+            plan.slot,
+            weights,
+            axis_name=axis,
+            num_ranks=exchange.num_ranks,
+            num_local=exchange.num_local,
+            capacity=exchange.capacity,
+            out_dtype=out_dtype,
+        )
+    else:
+        out = mosaic_combine.combine_rows(
+            wide, plan.slot, axis_name=axis, capacity=exchange.capacity, out_dtype=out_dtype
+        )
+    return out[:, :width]
+
+
+ENGINE = Engine("remote-write", push, reduce)

@@ -1,0 +1,187 @@
+"""The remote-write kernels, as far as a machine without GPUs can tell: arithmetic, lowering for CUDA, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jmoe import compat
+from jmoe.backends.engine import ENGINE, engine_reason, remote_write_engine
+from jmoe.caps import DeviceCaps
+from jmoe.payload import row_layout
+from pallas_kernels.all_to_all import mosaic_encode as encode
+from pallas_kernels.quantize import FORMATS
+from pallas_kernels.quantize.reference import quantize
+
+needs_kernels = pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
+
+
+def hard_rows(rng, rows, width):
+    """bf16 rows with every kind of trouble: wide ranges, ties, zeros, NaN, random bits (infinity apart)."""
+    x = rng.standard_normal((rows, width)) * np.exp(3 * rng.standard_normal((rows, width // 16))).repeat(16, 1)
+    x = np.array((x * np.exp(8 * rng.standard_normal((rows, 1)))).astype(np.float32).astype(jnp.bfloat16))
+    bits = rng.integers(0, 2**16, width).astype(np.uint16)
+    x[0] = np.where((bits & 0x7FFF) == 0x7F80, np.uint16(1), bits).view(x.dtype)
+    x[1] = 0
+    x[2, :40] = np.nan
+    x[3, 5] = -0.0
+    x[4, 32:64] = 0
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -1.25, -2.5, -5, 4], np.float32)
+    x[5:9] = rng.choice(ties, (4, width)).astype(x.dtype)
+    return x
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_floor"])
+def test_mxfp8_in_registers_equals_the_reference(rng, name):
+    x = jnp.asarray(hard_rows(rng, 24, 256))
+    want = jax.jit(functools.partial(quantize, fmt=name))(x)
+    code, scale = jax.jit(lambda v: encode.mxfp8_blocks(v.astype(jnp.float32).reshape(-1, 32), FORMATS[name]))(x)
+    np.testing.assert_array_equal(np.asarray(scale).reshape(24, -1), np.asarray(want.block_scale))
+    # XLA on a CPU flushes subnormals, which the GPU keeps: rows that hold them are compared there
+    normal = np.asarray(jnp.all((jnp.abs(x) >= 2.0**-100) | (x == 0) | jnp.isnan(x), axis=1))
+    assert normal.sum() >= 20
+    got = np.asarray(code).reshape(24, -1)
+    np.testing.assert_array_equal(got[normal], np.asarray(want.data).view(np.uint8)[normal])
+
+
+def test_nvfp4_per_token_in_registers_equals_the_reference(rng):
+    x = hard_rows(rng, 24, 256)
+    x[9, 100] = np.inf
+    want = jax.jit(functools.partial(quantize, fmt="nvfp4_token"))(jnp.asarray(x))
+    words = jnp.asarray(x.view(np.uint32).view(np.int32)).reshape(24, 16, 8)
+
+    def row(words):
+        amax = encode.pair_amax(words)
+        largest = jnp.broadcast_to(jnp.max(encode.finite_or_zero(amax)), amax.shape)
+        stored, *scales = encode.token_scales(largest, FORMATS["nvfp4_token"])
+        return *encode.nvfp4_blocks(words, amax, *scales), stored[0]
+
+    data, scale, stored = jax.lax.map(row, words)
+    np.testing.assert_array_equal(np.asarray(data).reshape(24, -1), np.asarray(want.data))
+    np.testing.assert_array_equal(np.asarray(scale), np.asarray(want.block_scale).view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(stored), np.asarray(want.global_scale))
+
+
+def lowered(ranks, function, *shapes):
+    """The StableHLO of `function` inside shard_map over `ranks` devices, lowered for CUDA."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("ep",))
+    args = [jax.ShapeDtypeStruct((ranks, *shape), dtype) for shape, dtype in shapes]
+    local = lambda *a: jax.tree.map(lambda v: v[None], function(*[v[0] for v in a]))  # noqa: E731
+    mapped = compat.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return jax.jit(mapped).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(ranks, tokens=16):
+    """name -> (function, argument shapes) of every kernel at a small size."""
+    from pallas_kernels.all_to_all import mosaic_combine, mosaic_push, mosaic_push_quantized, mosaic_ragged
+
+    i32, bf16, u8 = jnp.int32, jnp.bfloat16, jnp.uint8
+    common = dict(axis_name="ep", capacity=tokens)
+    batched = dict(common, num_ranks=ranks, num_local=2)
+    cases = {
+        "push_rows": (
+            functools.partial(mosaic_push.push_rows, **common),
+            [((tokens, 4112), u8), ((tokens, ranks), i32), ((ranks,), i32)],
+        ),
+        "push_batched": (
+            functools.partial(mosaic_push.push_batched, **batched),
+            [((tokens, 2880), bf16), ((tokens, 4), i32), ((tokens, 4), i32), ((2 * ranks,), i32)],
+        ),
+        "combine_rows": (
+            functools.partial(mosaic_combine.combine_rows, **common),
+            [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32)],
+        ),
+        "combine_batched": (
+            functools.partial(mosaic_combine.combine_batched, out_dtype=jnp.float32, **batched),
+            [
+                ((2, ranks * tokens, 1024), bf16),
+                ((tokens, 4), i32),
+                ((tokens, 4), i32),
+                ((tokens, 4), jnp.float32),
+            ],
+        ),
+        "ragged": (
+            functools.partial(mosaic_ragged.ragged_push, axis_name="ep", num_ranks=ranks),
+            [((tokens, 64), bf16), ((tokens, 64), bf16)] + [((3 * ranks,), i32)] * 3,
+        ),
+    }
+    for name, width in (("mxfp8", 4096), ("nvfp4_token", 2880)):
+        layout = row_layout(width, name, 4)
+        row = mosaic_push_quantized.PackedRow(
+            layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes
+        )
+        cases[name] = (
+            functools.partial(mosaic_push_quantized.push_quantized, fmt=name, layout=row, **common),
+            [
+                ((tokens, width), bf16),
+                ((tokens, row.row_bytes - row.tail_start), u8),
+                ((tokens, ranks), i32),
+                ((ranks,), i32),
+            ],
+        )
+    return cases
+
+
+@needs_kernels
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_every_kernel_lowers_for_cuda_without_multicast(ranks):
+    for name, (function, shapes) in kernels(ranks).items():
+        text = lowered(ranks, function, *shapes)
+        assert "mosaic_gpu" in text, name
+        assert "multimem" not in text and "nvshmem" not in text, name
+
+
+@needs_kernels
+def test_one_token_needs_one_block():
+    for name, (function, shapes) in kernels(2, tokens=1).items():
+        assert "mosaic_gpu" in lowered(2, function, *shapes), name
+
+
+@needs_kernels
+def test_column_chunks_cover_the_row_in_whole_vectors():
+    from pallas_kernels.all_to_all.mosaic_combine import _chunks
+
+    for width in (256, 264, 1000, 1024, 2048, 2880, 4096, 7168, 8192):
+        length, starts = _chunks(width)
+        covered = np.zeros(width, bool)
+        for start in starts:
+            assert start % 8 == 0 and start + length <= width
+            covered[start : start + length] = True
+        assert covered.all(), width
+
+
+@needs_kernels
+def test_rows_that_bulk_copies_cannot_move_are_refused():
+    from pallas_kernels.all_to_all.mosaic_common import Schedule, row_bytes, stages_for
+
+    with pytest.raises(ValueError, match="multiples of 16"):
+        row_bytes(jnp.zeros((2, 9), jnp.bfloat16))
+    with pytest.raises(ValueError, match="too long"):
+        stages_for(Schedule(), 120 * 1024)
+    assert stages_for(Schedule(stages=8), 14336) == 8
+    assert stages_for(Schedule(stages=8), 60 * 1024) == 3
+
+
+@needs_kernels
+def test_what_the_kernel_cannot_quantise_is_named():
+    from pallas_kernels.all_to_all.mosaic_push_quantized import reason_not
+
+    assert reason_not((4, 7168), jnp.bfloat16, "mxfp8") is None
+    assert reason_not((4, 2880), jnp.bfloat16, "nvfp4_token") is None
+    assert "4096" in reason_not((4, 2880), jnp.bfloat16, "mxfp8")
+    assert "bfloat16" in reason_not((4, 7168), jnp.float32, "mxfp8")
+    assert "nvfp4_token" in reason_not((4, 7168), jnp.bfloat16, "nvfp4")
+
+
+def test_the_engine_says_which_devices_it_cannot_serve():
+    hopper = DeviceCaps("gpu", (9, 0), 8, "nvlink")
+    assert engine_reason(hopper) is None and remote_write_engine(hopper) is ENGINE
+    assert "9.0" in engine_reason(DeviceCaps("gpu", (8, 0), 8, "nvlink"))
+    assert "9.0" in engine_reason(DeviceCaps("cpu", None, 8, "host"))
+    assert "peer access" in engine_reason(DeviceCaps("gpu", (9, 0), 16, "network"))
+    assert "at most 8" in engine_reason(DeviceCaps("gpu", (9, 0), 16, "nvlink"))
+    assert engine_reason(DeviceCaps("gpu", (9, 0), 2, "nvlink", kernels=False, kernels_reason="old")) == "old"
+    assert remote_write_engine(DeviceCaps("cpu", None, 8, "host")) is None
