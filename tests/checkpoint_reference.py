@@ -1,11 +1,17 @@
-"""A Mixture-of-Experts block in float64 numpy, written from the models' definitions, for the golden tests.
+"""For the checkpoint tests: a Mixture-of-Experts block in float64 numpy, written from the models' definitions, and
+folders to break.
 
-Independent of jmoe's layer: weights come in jmoe's layout, gate_up [E, 2, F, D] and down [E, D, F].
+The block is independent of jmoe's layer: weights come in jmoe's layout, gate_up [E, 2, F, D] and down [E, D, F].
 """
 
+import json
+import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
+
+from jmoe.checkpoint import SafetensorsFile, write_safetensors
 
 MODELS = Path(__file__).parent / "data" / "models"
 
@@ -95,3 +101,40 @@ def relative(a, b):
     """Relative Frobenius error of a against b."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+# --- folders to break
+
+
+def clone(name, target):
+    """A copy of one of the checked-in folders (without its golden file) at `target`."""
+    shutil.copytree(MODELS / name, target, ignore=shutil.ignore_patterns("golden.npz"))
+    return Path(target)
+
+
+def read_tensors(folder):
+    """{name: array as it is stored} of a single-file folder."""
+    with SafetensorsFile(Path(folder) / "model.safetensors") as file:
+        return {key: file.read(key) for key in file}
+
+
+def rewrite(folder, change):
+    """change(tensors) edits the folder's tensors in place."""
+    tensors = read_tensors(folder)
+    change(tensors)
+    write_safetensors(Path(folder) / "model.safetensors", tensors)
+    return Path(folder)
+
+
+def reconfigure(folder, change):
+    """change(config) edits config.json in place."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    return Path(folder)
+
+
+def bits(tree):
+    """Every leaf's type, shape and bytes, to compare trees bit for bit."""
+    return [(str(a.dtype), a.shape, np.asarray(a).tobytes()) for a in jax.tree.leaves(tree)]

@@ -71,7 +71,7 @@ class TensorInfo:
         """Shape of the array that a read returns."""
         if self.dtype == "F4":
             return (*self.shape[:-1], self.shape[-1] // 2)
-        return (self.nbytes,) if self.dtype.startswith("F6") else self.shape
+        return (self.nbytes,) if self.dtype.startswith("F6_") else self.shape
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -228,7 +228,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         try:
             self._infos, self.metadata = parse_header(self.path, self._descriptor)
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
 
     def __getitem__(self, key: str) -> TensorInfo:
