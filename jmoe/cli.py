@@ -174,10 +174,9 @@ def _machine(args: argparse.Namespace):
         ranks = args.devices or caps.num_devices
         if ranks > caps.num_devices:  # more ranks than there are here: as if the machine had that many
             link = caps.link if caps.num_devices > 1 else "nvlink" if caps.platform == "gpu" else "host"
-            caps = dataclasses.replace(caps, num_devices=ranks, link=link)
-        elif ranks == 1:
-            caps = dataclasses.replace(caps, num_devices=1, link="local")
-        return caps, ranks
+        else:
+            link = "local" if ranks == 1 else caps.link
+        return dataclasses.replace(caps, num_devices=ranks, link=link), ranks
     name, capability = MACHINES[args.machine]
     ranks = args.devices or 8
     linked = "nvlink" if capability and capability[0] != 8 or args.machine == "a100" else "host"

@@ -1,8 +1,7 @@
-"""What all benchmarks share: the record of one figure, timing of chains, and the ceilings measured beside them.
+"""What all benchmarks share: the record of one figure, its file, and (from `timing`) how a step is timed.
 
-How things are timed. A jitted call costs about 100 us of Python before the device starts, so a step is timed as a chain
-of at least 20 calls inside one jit, each depending on the one before, cycling through input sets that together exceed
-the L2 cache, and the median of at least 5 chains is reported. Ceilings (copy bandwidth) are measured in the same run.
+Timing: chains of many calls inside one jit, input sets that together exceed the L2 cache, medians of at least 5 chains;
+ceilings (copy bandwidth) and peers are measured in the same run.
 """
 
 from __future__ import annotations
@@ -11,20 +10,24 @@ import dataclasses
 import datetime
 import json
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-L2_BYTES = 60 * 2**20  # NVIDIA H200; input sets together must be larger than this
-SHORT_CALL = 20e-6  # seconds; steps shorter than this are timed in longer chains
+from .timing import Timing as Timing
+from .timing import chain as chain
+from .timing import copy_bandwidth as copy_bandwidth
+from .timing import feed_back as feed_back
+from .timing import jit_donating as jit_donating
+from .timing import num_sets as num_sets
+from .timing import time_call as time_call
+from .timing import time_chain as time_chain
+
 LINK_GBPS = 450.0  # NVLink 4 (H100, H200), one direction, datasheet
 
 
@@ -131,107 +134,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-# --- timing
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds of one call: the median and the best of `repeats` chains of `calls` calls."""
-
-    median: float
-    best: float
-    calls: int
-    repeats: int
-
-
-def tie(value: Any, *after: Any) -> Any:
-    """`value`, which nobody can compute before `after` is complete (one element of each leaf of `after` is used)."""
-    tokens = [leaf[(0,) * leaf.ndim] for leaf in jax.tree.leaves(after)]
-    return lax.optimization_barrier((value, tokens))[0]
-
-
-def chain(step: Callable[..., Any], *, calls: int = 20) -> Callable[[Sequence[Any]], Any]:
-    """A function of a list of input sets (tuples of arguments) that calls `step` `calls` times, one after another.
-
-    The dependence costs one scalar slice for each leaf of the result. Put the chain inside shard_map, not around it:
-    outside, that slice would be a collective. A step whose output has the type of its first argument can be chained
-    without the slice by `feed_back`.
-    """
-
-    def chained(inputs: Sequence[Any]) -> Any:
-        out = step(*inputs[0])
-        for i in range(1, calls):
-            out = step(*tie(tuple(inputs[i % len(inputs)]), out))
-        return out
-
-    return chained
-
-
-def feed_back(step: Callable[..., Any], *, calls: int = 20) -> Callable[[Sequence[Any]], Any]:
-    """As `chain`, for a step whose result replaces the first argument of the next call."""
-
-    def chained(inputs: Sequence[Any]) -> Any:
-        out = inputs[0][0]
-        for i in range(calls):
-            out = lax.optimization_barrier(step(out, *inputs[i % len(inputs)][1:]))
-        return out
-
-    return chained
-
-
-def time_call(f: Callable[..., Any], *args: Any, repeats: int = 5, warmup: int = 2) -> tuple[float, float]:
-    """Median and best seconds of `f(*args)`, complete, over `repeats` calls after `warmup` calls."""
-    for _ in range(warmup):
-        jax.block_until_ready(f(*args))
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*args))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), min(seconds)
-
-
-def time_chain(
-    step: Callable[..., Any],
-    inputs: Sequence[Sequence[Any]],
-    *,
-    calls: int | None = None,
-    repeats: int = 5,
-    build: Callable[..., Callable[[Sequence[Any]], Any]] = chain,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit,
-) -> Timing:
-    """Seconds of one call of `step`, timed as this module's docstring says.
-
-    inputs: tuples of arguments, cycled through; see `num_sets`. calls: of one chain; None: 20, or 100 where a call
-    turns out to be shorter than 20 us. build: `chain` or `feed_back`. wrap: what makes the chain runnable; a caller
-    that measures several devices passes `lambda f: jax.jit(shard_map(f, ...))`.
-    """
-    if not inputs:
-        raise ValueError("time_chain needs at least one input set, got none; pass a list of argument tuples.")
-    sets = [tuple(s) for s in inputs]
-    median, best = time_call(wrap(build(step, calls=calls or 20)), sets, repeats=repeats)
-    if calls is None and median / 20 < SHORT_CALL and jax.default_backend() == "gpu":
-        calls = 100
-        median, best = time_call(wrap(build(step, calls=calls)), sets, repeats=repeats)
-    calls = calls or 20
-    return Timing(median / calls, best / calls, calls, repeats)
-
-
-def num_sets(nbytes: int, *, at_most: int = 16) -> int:
-    """How many input sets of `nbytes` each exceed twice the L2 cache (at least 2)."""
-    return int(min(max(2, -(-2 * L2_BYTES // max(nbytes, 1))), at_most))
-
-
-def copy_bandwidth(nbytes: int | None = None, *, device: jax.Device | None = None) -> float:
-    """GB/s, read plus written, of a device-to-device copy of `nbytes` (default 256 MiB on a GPU, 1 MiB elsewhere)."""
-    device = device or jax.local_devices()[0]
-    if nbytes is None:
-        nbytes = 256 * 2**20 if device.platform == "gpu" else 2**20
-    x = jax.device_put(np.random.default_rng(0).integers(0, 2**32, nbytes // 4, dtype=np.uint32), device)
-    timing = time_chain(lambda v: v ^ np.uint32(1), [(x,)], calls=20, build=feed_back)
-    return 2 * x.nbytes / timing.best / 1e9
 
 
 def relative_error(actual: Any, reference: Any) -> float:

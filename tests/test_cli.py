@@ -1,0 +1,226 @@
+"""The command line, run in this process."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jmoe import cli, doctor, selftest
+from jmoe.bench import BENCHES, common, module_name
+from jmoe.bench.common import Record
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(capsys, *argv):
+    """(exit status, standard output, standard error), with runs of white space as one blank."""
+    status = cli.main(list(argv))
+    captured = capsys.readouterr()
+    return status, " ".join(captured.out.split()), " ".join(captured.err.split())
+
+
+def test_without_a_command_it_lists_them(capsys):
+    status, out, _ = run(capsys)
+    assert status == 2 and all(word in out for word in ("explain", "doctor", "bench"))
+
+
+def test_python_dash_m_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "jmoe", "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "explain" in done.stdout
+
+
+# --- explain
+
+
+def test_explain_a_named_shape_for_another_machine(capsys):
+    status, out, _ = run(capsys, "explain", "gpt-oss-120b", "--machine", "h200", "--quant", "mxfp8", "--tokens", "64")
+    assert status == 0
+    for part in (
+        "128 experts, top 4",
+        "8, 16 experts and 64 tokens on each",
+        "NVIDIA H200",
+        "3008 = 2880 data",
+        "On Blackwell",
+    ):
+        assert part in out
+
+
+def test_explain_this_machine_with_flags_alone(capsys):
+    flags = ["--hidden", "256", "--intermediate", "128", "--experts", "8", "--top-k", "2"]
+    status, out, _ = run(capsys, "explain", *flags, "--devices", "4")
+    assert status == 0 and "D 256, F 128, 8 experts, top 2" in out and "4 x cpu" in out and "nvlink_two_sided" in out
+    status, out, _ = run(capsys, "explain", *flags, "--devices", "1")
+    assert "one rank: nothing travels" in out
+
+
+def test_explain_more_ranks_than_this_machine_has(capsys):
+    status, out, _ = run(capsys, "explain", "tiny", "--devices", "16")
+    assert status == 0 and "16 x cpu" in out and "16, 1 experts" in out
+
+
+def test_explain_several_hosts(capsys):
+    _, out, _ = run(capsys, "explain", "deepseek-v3", "--machine", "h200", "--devices", "32", "--hosts", "4")
+    assert "deepep_high_throughput" in out and "several processes or hosts" in out
+
+
+def test_explain_a_config_json_or_its_folder(capsys, tmp_path):
+    config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_local_experts": 8,
+              "num_experts_per_tok": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        status, out, _ = run(capsys, "explain", str(path), "--machine", "cpu", "--wire", "mxfp8", "--dtype", "float32")
+        assert status == 0 and "D 64, F 128, 8 experts, top 2" in out and "wire='mxfp8' was asked for" in out
+
+
+def test_explain_as_json(capsys):
+    assert cli.main(["explain", "tiny", "--machine", "h200", "--devices", "2", "--quant", "fp8", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["num_ranks"] == 2 and data["chosen"]["decision"]["wire"] == "fp8_128"
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (
+            ["nonsense"],
+            "'nonsense' is neither a file, nor a folder with a config.json, nor a named shape; named shapes are qwen3",
+        ),
+        (["--hidden", "64"], "--intermediate, --experts, --top-k are missing. Name a shape (qwen3-30b-a3b"),
+        (["tiny", "--backend", "warp"], "'warp' is not known"),
+        (
+            ["tiny", "--quant", "int8", "--backend", "nvlink_one_sided", "--devices", "2"],
+            "Backend 'nvlink_one_sided' was asked",
+        ),
+        (["tiny", "--devices", "0"], "--devices 0 must be at least 1"),
+        (["tiny", "--hosts", "2"], "name it with --machine"),
+        (["gpt-oss-120b", "--quant", "fp8", "--machine", "h200"], "do not divide hidden_size=2880"),
+    ],
+)
+def test_explain_refuses_in_a_sentence_and_not_with_a_traceback(capsys, argv, message):
+    status, out, err = run(capsys, "explain", *argv)
+    assert status == 2 and not out and message in err and err.startswith("jmoe explain: ")
+
+
+def test_explain_refuses_files_that_are_no_configuration(capsys, tmp_path):
+    for text, message in (
+        ("{", "cannot be read as JSON"),
+        ("[1]", "holds a list, not an object"),
+        ("{}", "model_type"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        status, _, err = run(capsys, "explain", str(tmp_path))
+        assert status == 2 and message in err
+
+
+# --- doctor
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Doctor's findings on a machine without GPUs, and self-tests that need no time."""
+    facts = doctor.Facts(python="3.12.4", packages={"jax": "0.11.2", "jaxlib": "0.11.2"}, jax_devices=(("cpu", None),))
+    outcome = types.SimpleNamespace(facts=facts, ok=True)
+    monkeypatch.setattr(doctor, "gather", lambda: outcome.facts)
+    monkeypatch.setattr(
+        selftest,
+        "self_test",
+        lambda cases, step: [selftest.Result(c[0], outcome.ok, 30.0, 0.1, "as it ran") for c in cases],
+    )
+    return outcome
+
+
+def test_doctor_reports_and_exits_by_what_it_found(capsys, patient):
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0 and "no GPU" in out and "nvfp4_token: 30.0 dB in 0.1 s as it ran" in out and "not run" in out
+    patient.ok = False
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "failed" in out
+    status, out, _ = run(capsys, "doctor", "--no-self-test")
+    assert status == 0 and "Self-test" not in out
+    patient.facts = doctor.Facts(gpus=(doctor.Gpu(0, "NVIDIA H200"),), driver="580.1", packages={"jax": "0.11.2"})
+    status, out, _ = run(capsys, "doctor", "--no-self-test")
+    assert status == 1 and "problem" in out and "jmoe[cuda13]" in out
+
+
+def test_doctor_as_json(capsys, patient):
+    assert cli.main(["doctor", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["findings"][0]["level"] == "warning" and len(data["self_test"]) == len(selftest.CASES)
+    assert {k["name"] for k in data["kernels"]} >= {"one-sided exchange"}
+
+
+# --- bench
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A benchmark that measures nothing, in the place of `quantize`."""
+    module = types.ModuleType("jmoe.bench.quantize")
+
+    def figures(smoke, progress):
+        progress.start(2)
+        progress.step("one")
+        progress.step("two")
+        return [Record("mxfp8", "16x64", 100.0, "GB/s", ceiling=200.0, ceiling_name="copy", meaningful=not smoke)]
+
+    module.run = figures
+    monkeypatch.setitem(sys.modules, "jmoe.bench.quantize", module)
+    return module
+
+
+def test_bench_prints_and_writes(capsys, tmp_path, toy):
+    out_json, out_png = tmp_path / "a.json", tmp_path / "a.png"
+    status, out, _ = run(capsys, "bench", "quantize", "--smoke", "--json", str(out_json), "--plot", str(out_png))
+    assert status == 0 and "mxfp8" in out and "100 GB/s (*)" in out and "50 %" in out
+    name, (record,) = common.read_json(out_json)
+    assert name == "quantize" and record.share == 0.5 and not record.meaningful and record.environment["jax"]
+    assert out_png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_bench_uses_the_modules_own_picture_and_tuning(capsys, tmp_path, toy):
+    toy.plot = lambda records, path: open(path, "w").write(records[0].name)
+    toy.tune = lambda progress: [Record("best tile", "16x64", 1.0, "us")]
+    assert run(capsys, "bench", "quantize", "--plot", str(tmp_path / "p"))[0] == 0
+    assert (tmp_path / "p").read_text() == "mxfp8"
+    assert "best tile" in run(capsys, "bench", "quantize", "--tune")[1]
+
+
+def test_bench_compare(capsys, tmp_path):
+    def write(name, value, bench="layer"):
+        path = tmp_path / name
+        common.write_json(path, bench, [Record("bf16", "T 64", value, "us", lower_is_better=True)])
+        return str(path)
+
+    a, b, c, d = write("a", 100.0), write("b", 120.0), write("c", 102.0), write("d", 1.0, "model")
+    status, out, _ = run(capsys, "bench", "compare", a, b)
+    assert status == 1 and "worse" in out and "0.83 x as good" in out
+    assert run(capsys, "bench", "compare", b, a)[0] == 0
+    assert "same" in run(capsys, "bench", "compare", a, c)[1]
+    assert run(capsys, "bench", "compare", a, c, "--threshold", "1")[0] == 1
+    assert "compare two runs of the same" in run(capsys, "bench", "compare", a, d)[2]
+    assert "takes two files, got 1" in run(capsys, "bench", "compare", a)[2]
+    assert "there is no such file" in run(capsys, "bench", "compare", a, "missing.json")[2]
+
+
+def test_bench_refuses(capsys, tmp_path, toy, monkeypatch):
+    def refused(*argv):
+        status, _, err = run(capsys, "bench", *argv)
+        assert status == 2
+        return err
+
+    assert "no benchmark 'speed'; choose one of quantize, dispatch" in refused("speed")
+    assert "takes no files" in refused("quantize", "a.json")
+    assert "its folder does not exist" in refused("quantize", "--json", str(tmp_path / "no" / "a.json"))
+    assert "nothing to tune" in refused("quantize", "--tune")
+    monkeypatch.delitem(sys.modules, "jmoe.bench.quantize")
+    monkeypatch.setitem(sys.modules, "jmoe.bench.quantize", None)
+    assert "jmoe.bench.quantize is not part of this installation" in refused("quantize")
+
+
+def test_every_benchmark_has_a_module_name():
+    assert [module_name(b) for b in BENCHES][2] == "jmoe.bench.grouped_matmul"
