@@ -28,12 +28,14 @@ class Schedule:
 
     blocks: persistent blocks, at most one for each multiprocessor (they spin at the end, so all must be resident).
     stages: rows in flight in a block's shared memory. in_flight: rows whose stores may still be reading shared memory
-    before the oldest is waited for.
+    before the oldest is waited for. local_blocks: how many of the blocks do nothing but copy this rank's own rows to
+    itself, so that those never stand in the way of rows that wait for the link (0: every block does both).
     """
 
     blocks: int = 132
     stages: int = 8
     in_flight: int = 2
+    local_blocks: int = 0
 
     @classmethod
     def for_rows(cls, tokens: int, nbytes: int) -> Schedule:

@@ -96,8 +96,15 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
         table_refs, (out_ref, out_counts_ref, ring, full, empty) = refs[: len(tables)], refs[len(tables) :]
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
-        blocks = int32(schedule.blocks)
-        trips = lax.div(int32(tokens) - block + blocks - int32(1), blocks)  # >= 0 because blocks <= tokens
+        me = lax.axis_index(axis_name)
+        split = schedule.local_blocks
+        if split:
+            local = block < split
+            first = jnp.where(local, block, block - int32(split))
+            blocks = jnp.where(local, int32(split), int32(schedule.blocks - split))
+        else:
+            first, blocks = block, int32(schedule.blocks)
+        trips = jnp.maximum(lax.div(int32(tokens) - first + blocks - int32(1), blocks), int32(0))
 
         @pl.when(role == 0)
         def _load():
@@ -109,7 +116,7 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
                     plgpu.barrier_wait(empty.at[stage])
 
                 plgpu.copy_gmem_to_smem(
-                    rows_ref.at[pl.ds(block + i * blocks, 1)],
+                    rows_ref.at[pl.ds(first + i * blocks, 1)],
                     ring.at[stage],
                     full.at[stage],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
@@ -122,7 +129,9 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
         def _store():
             def step(i, _):
                 stage = lax.rem(i, int32(stages))
-                found = places(block + i * blocks, *table_refs)
+                found = places(first + i * blocks, *table_refs)
+                if split:
+                    found = [(peer, jnp.where((peer == me) == local, place, int32(-1))) for peer, place in found]
                 plgpu.barrier_wait(full.at[stage])
                 for peer, place in found:
 
