@@ -157,9 +157,7 @@ class MoEConfig:
         _choice("activation", self.activation, ("silu", "gelu", "gelu_tanh", "swiglu_oai"))
         _choice("dtype", self.dtype, ("bfloat16", "float16", "float32"))
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}."
-            )
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}.")
         groups = self.router.num_groups
         if groups is not None:
             if self.num_experts % groups:

@@ -34,7 +34,9 @@ class MoEParams:
 
 def _fan_in(key, shape, dtype):
     """LeCun-style initialisation over the last (contracted) axis: variance 1 / fan_in."""
-    return (jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (shape[-1] ** -0.5 / 0.87962566)).astype(dtype)
+    return (jax.random.truncated_normal(key, -2, 2, shape, jnp.float32) * (shape[-1] ** -0.5 / 0.87962566)).astype(
+        dtype
+    )
 
 
 def init_params(key: jax.Array, config: MoEConfig, *, dtype=jnp.float32, num_slots: int | None = None) -> MoEParams:

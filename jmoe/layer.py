@@ -1,0 +1,430 @@
+"""The layer: router, dispatch, experts and combine put together, as pure functions of arrays.
+
+`build_moe` checks everything once and returns a static description; `moe` is the layer on global arrays (it enters shard_map
+itself); `moe_local` is the same inside the caller's own shard_map.
+
+Letters: T tokens on one rank, D hidden, E experts, K experts per token, R ranks of the expert axis, E_loc expert slots on
+one rank, P = R * E_loc.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.quantize import QTensor, quantize_weights
+
+from . import compat
+from .backends import Exchange, exchange_for, get_backend
+from .caps import DeviceCaps
+from .config import MoEConfig
+from .core import exchange_and_compute
+from .experts import ExpertWeights, get_experts, shared_expert
+from .params import MoEParams
+from .payload import RowLayout, row_layout
+from .placement import Placement, even_placement, to_physical_order
+from .policy import Decision, decide
+from .router import MoEStats, route, router_logits, router_stats, summarize
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def mesh_in_context() -> AnyMesh | None:
+    """The mesh that `jax.set_mesh` has put in context, None if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class MoELayer:
+    """A checked layer: everything that is decided before tracing. Hashable, made by `build_moe`.
+
+    mesh: None for one rank. expert_axis: the axis of the mesh over which the experts are spread; token_axes: those over
+    which the tokens are. num_ranks R, num_local E_loc. backend: the name asked for ("auto" decides for each token count).
+    experts: the kind of experts, "auto" or a name in `jmoe.experts.EXPERTS`. caps: of the devices. implementation: of the
+    grouped matmul, None for the best.
+    """
+
+    config: MoEConfig
+    mesh: AnyMesh | None
+    expert_axis: str
+    token_axes: tuple[str, ...]
+    num_ranks: int
+    num_local: int
+    backend: str
+    experts: str
+    caps: DeviceCaps
+    implementation: str | None = None
+
+    @property
+    def token_shards(self) -> int:
+        """Into how many parts the tokens are split."""
+        return math.prod(self.mesh.shape[a] for a in self.token_axes) if self.mesh is not None else 1
+
+    def decision(self, tokens: int) -> Decision:
+        """What travels, and who quantises, for `tokens` tokens on each rank."""
+        return _decide(self, tokens)
+
+    def layout(self, tokens: int) -> RowLayout:
+        """The packed row of one token."""
+        quant = self.config.quant
+        decision = self.decision(tokens)
+        return row_layout(
+            self.config.hidden_size, decision.wire, self.config.num_experts_per_tok, mx_alignment=quant.mx_alignment
+        )
+
+    def exchange(self, tokens: int) -> Exchange:
+        """The static facts of the exchange of `tokens` tokens on each rank."""
+        config = self.config
+        return exchange_for(
+            get_backend(self.decision(tokens).backend),
+            tokens=tokens,
+            num_ranks=self.num_ranks,
+            num_local=self.num_local,
+            top_k=config.num_experts_per_tok,
+            axis_name=self.expert_axis if self.mesh is not None and self.num_ranks > 1 else None,
+            capacity_factor=config.capacity_factor,
+            dtype=config.dtype,
+        )
+
+    def memory(self, tokens: int) -> dict[str, int]:
+        """Bytes of this layer's buffers on one rank for `tokens` tokens on it: the exchange's, and the experts' own.
+
+        expert_rows: the sorted input, the gate and up projections, the activation and the outputs of every place that the
+        received rows can need (N * K of them; the work is that of the places in use).
+        """
+        backend, exchange = get_backend(self.decision(tokens).backend), self.exchange(tokens)
+        combine_row = None
+        if self.config.quant.combine_wire is not None:
+            combine_row = row_layout(
+                self.config.output_size, self.config.quant.combine_wire, 0, mx_alignment=32
+            ).row_bytes
+        sizes = backend.memory(self.layout(tokens), exchange, combine_row_bytes=combine_row)
+        ids = 1 if backend.form == "batched" else self.config.num_experts_per_tok
+        width = 2 * self.config.hidden_size + 3 * self.config.intermediate_size
+        sizes["expert_rows"] = backend.num_rows(exchange) * ids * width * self.config.jnp_dtype.itemsize
+        return sizes
+
+    def explain(self, tokens: int) -> str:
+        """What happens to `tokens` tokens in all: what travels, who quantises it, why, and what it takes."""
+        local = -(-tokens // self.token_shards)
+        decision, layout = self.decision(local), self.layout(local)
+        plain = row_layout(self.config.hidden_size, self.config.dtype, self.config.num_experts_per_tok)
+        memory = self.memory(local)
+        lines = [
+            f"{self.config.num_experts} experts, top-{self.config.num_experts_per_tok}, on {self.num_ranks} "
+            f"rank{'s' * (self.num_ranks > 1)}; {self.caps.describe()}",
+            f"backend   {decision.backend} ({decision.form}), moved by {decision.transport_reason}",
+            f"wire      {decision.wire}: {layout.row_bytes} bytes a row "
+            f"({plain.row_bytes / layout.row_bytes:.2f}x less than {self.config.dtype}); back as {decision.combine_wire}",
+            f"quantised by {decision.where}",
+            f"because   {decision.reason}",
+            *(f"note      {note}" for note in decision.notes),
+            f"memory    {sum(memory.values()) / 1e6:.1f} MB a rank for {local} tokens: "
+            + ", ".join(f"{name} {size / 1e6:.1f}" for name, size in memory.items()),
+        ]
+        return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(layer: MoELayer, tokens: int) -> Decision:
+    experts = None if layer.experts == "auto" else get_experts(layer.experts)
+    return decide(
+        layer.config,
+        backend=layer.backend,
+        num_ranks=layer.num_ranks,
+        tokens=tokens,
+        caps=layer.caps,
+        experts=experts,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def build_moe(
+    config: MoEConfig,
+    *,
+    mesh: AnyMesh | None = None,
+    expert_axis: str = "ep",
+    token_axes: tuple[str, ...] | None = None,
+    backend: str = "auto",
+    experts: str = "auto",
+    num_local: int | None = None,
+    caps: DeviceCaps | None = None,
+    implementation: str | None = None,
+) -> MoELayer:
+    """Check a layer against a mesh, before anything is traced.
+
+    Arguments:
+        config: what the layer computes, and what is quantised.
+        mesh: the devices; None, or a mesh without `expert_axis`, is one rank.
+        expert_axis: the mesh axis over which experts are spread. token_axes: those over which tokens are (None: all).
+        backend: how tokens move, a name of `jmoe.backends.BACKENDS` or an alias, or "auto".
+        experts: a name of `jmoe.experts.EXPERTS`, or "auto".
+        num_local: expert slots on each rank, where a placement has replicas (None: ceil(E / R)).
+        caps: the devices' capabilities (None: detected from the mesh).
+        implementation: of the grouped matmul (None: the best that can run).
+
+    Raises ValueError for whatever cannot work: an unknown or unsupported combination of backend, format and experts, axes
+    that the mesh lacks. Each message says what is possible.
+    """
+    axes = () if mesh is None else tuple(mesh.axis_names)
+    if token_axes is None:
+        token_axes = axes
+    unknown = [a for a in token_axes if a not in axes]
+    if unknown:
+        raise ValueError(
+            f"token_axes={token_axes} names axes that the mesh does not have: {unknown}; it has {axes}. Leave token_axes "
+            "out to spread the tokens over all of them."
+        )
+    if expert_axis in axes and expert_axis not in token_axes:
+        raise ValueError(
+            f"The expert axis {expert_axis!r} is not among token_axes={token_axes}: tokens must be spread over the axis "
+            "along which they are exchanged. Add it, or leave token_axes out."
+        )
+    if axes and expert_axis not in axes:
+        if backend not in ("auto", "local", "none"):
+            raise ValueError(
+                f"backend={backend!r} exchanges tokens over the mesh axis {expert_axis!r}, but the mesh has {axes}. Name "
+                "one of them as expert_axis, or use backend='local'."
+            )
+        mesh, token_axes = None, ()
+    num_ranks = mesh.shape[expert_axis] if mesh is not None else 1
+    if caps is None:
+        caps = DeviceCaps.detect(list(mesh.devices.flat) if isinstance(mesh, Mesh) else None)
+        caps = dataclasses.replace(caps, num_devices=max(num_ranks, 1), link="local" if num_ranks == 1 else caps.link)
+    slots = -(-config.num_experts // num_ranks)
+    if num_local is not None and num_local < slots:
+        raise ValueError(
+            f"num_local={num_local} slots on each of {num_ranks} ranks do not hold {config.num_experts} experts; at least "
+            f"{slots} are needed."
+        )
+    layer = MoELayer(
+        config,
+        mesh,
+        expert_axis,
+        tuple(token_axes),
+        num_ranks,
+        num_local or slots,
+        backend,
+        experts,
+        caps,
+        implementation,
+    )
+    decision = layer.decision(1)
+    layer.layout(1)
+    if decision.form == "batched" and config.apply_router_weight_on_input:
+        raise ValueError(
+            f"apply_router_weight_on_input=True with backend {decision.backend!r}: batched backends apply the weights at "
+            "the token's owner. Use a standard backend ('nvlink_one_sided', 'nvlink_two_sided', ...)."
+        )
+    return layer
+
+
+def quantize_params(params: MoEParams, fmt: str) -> MoEParams:
+    """The same parameters with expert weights kept in a block format; gate and up of an expert share a global scale."""
+    experts = params.experts
+    return dataclasses.replace(
+        params,
+        experts=dataclasses.replace(
+            experts,
+            gate_up=quantize_weights(experts.gate_up, fmt, scale_axes=(1,)),
+            down=quantize_weights(experts.down, fmt),
+        ),
+    )
+
+
+def moe_local(
+    layer: MoELayer,
+    params: MoEParams,
+    x: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    placement: Placement | None = None,
+    rank_mask: jax.Array | None = None,
+) -> jax.Array:
+    """The layer on one rank's tokens, inside the caller's shard_map over the layer's expert axis.
+
+    Arguments:
+        params: MoEParams whose experts are this rank's E_loc slots; everything else is replicated.
+        x: [T, D], T the same on all ranks. valid: bool [T].
+        placement: where the experts are (None: evenly, in order). rank_mask: bool [R], live ranks ("nixl_ep" only).
+    Returns: [T, output size] in x's dtype.
+    """
+    return _local(layer, params, x, valid, placement, rank_mask)[0]
+
+
+def moe_local_with_stats(
+    layer: MoELayer,
+    params: MoEParams,
+    x: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    placement: Placement | None = None,
+    rank_mask: jax.Array | None = None,
+) -> tuple[jax.Array, MoEStats]:
+    """As `moe_local`, with the statistics of all ranks' tokens together (equal on every rank)."""
+    y, stats, dropped = _local(layer, params, x, valid, placement, rank_mask)
+    if layer.mesh is not None:
+        stats, dropped = jax.lax.psum((stats, dropped), layer.token_axes)
+    return y, summarize(stats, dropped)
+
+
+def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
+    config = layer.config
+    if x.ndim != 2 or x.shape[1] != config.hidden_size:
+        raise ValueError(f"x has shape {x.shape}; moe_local takes [tokens, {config.hidden_size}]: reshape it first.")
+    with jax.named_scope("router"):
+        logits = router_logits(x, params.router, params.router_bias)
+        routing = route(
+            logits,
+            config.router,
+            top_k=config.num_experts_per_tok,
+            correction_bias=params.correction_bias,
+            valid=valid,
+        )
+        stats = router_stats(logits, routing.ids, config.router, valid=valid)
+    if placement is None:
+        placement = even_placement(config.num_experts, layer.num_ranks)
+    y, dropped = exchange_and_compute(
+        layer, params.experts, x, routing.ids, routing.weights, placement=placement, rank_mask=rank_mask
+    )
+    if params.shared_gate_up is not None:
+        with jax.named_scope("shared_expert"):
+            assert params.shared_down is not None
+            shared = shared_expert(x, params.shared_gate_up, params.shared_down, config, gate=params.shared_gate)
+            y = y + (shared if valid is None else jnp.where(valid[:, None], shared, jnp.float32(0)))
+    return y.astype(x.dtype), stats, dropped
+
+
+def moe(
+    layer: MoELayer,
+    params: MoEParams,
+    x: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    placement: Placement | None = None,
+    rank_mask: jax.Array | None = None,
+) -> jax.Array:
+    """The layer on global arrays.
+
+    Arguments:
+        layer: of `build_moe`.
+        params: MoEParams with experts in physical order [P, ...] (E where it divides into the ranks). Where E does not,
+            weights of exactly E experts are accepted and padded in the call.
+        x: [..., D]. valid: bool of x's leading shape; False tokens are not routed and give zero.
+        placement, rank_mask: as for `moe_local`.
+    Returns: [..., output size] in x's dtype.
+    """
+    return _global(layer, params, x, valid, placement, rank_mask, with_stats=False)[0]
+
+
+def moe_with_stats(
+    layer: MoELayer,
+    params: MoEParams,
+    x: jax.Array,
+    *,
+    valid: jax.Array | None = None,
+    placement: Placement | None = None,
+    rank_mask: jax.Array | None = None,
+) -> tuple[jax.Array, MoEStats]:
+    """As `moe`, with losses, tokens per expert and the number of dropped assignments."""
+    y, stats = _global(layer, params, x, valid, placement, rank_mask, with_stats=True)
+    assert stats is not None
+    return y, stats
+
+
+def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, *, with_stats: bool):
+    config, lead = layer.config, x.shape[:-1]
+    if x.shape[-1] != config.hidden_size or (valid is not None and valid.shape != lead):
+        raise ValueError(
+            f"x has shape {x.shape} and valid {None if valid is None else valid.shape}; the layer takes "
+            f"[..., {config.hidden_size}] and a mask of x's leading shape."
+        )
+    if placement is None:
+        placement = even_placement(config.num_experts, layer.num_ranks)
+    if placement.num_ranks != layer.num_ranks or placement.num_local != layer.num_local:
+        raise ValueError(
+            f"The placement has {placement.num_ranks} ranks x {placement.num_local} slots, the layer {layer.num_ranks} x "
+            f"{layer.num_local}; build the layer with num_local={placement.num_local}, or use another placement."
+        )
+    params = _in_physical_order(layer, params, placement)
+
+    def local(params, x, valid, placement, rank_mask):
+        rows = x.reshape(-1, x.shape[-1])
+        flags = None if valid is None else valid.reshape(-1)
+        options = dict(valid=flags, placement=placement, rank_mask=rank_mask)
+        if with_stats:
+            y, stats = moe_local_with_stats(layer, params, rows, **options)
+        else:
+            y, stats = moe_local(layer, params, rows, **options), None
+        return y.reshape(*x.shape[:-1], y.shape[-1]), stats
+
+    if layer.mesh is None:
+        return local(params, x, valid, placement, rank_mask)
+
+    shards, spec = layer.token_shards, P(layer.token_axes)
+    tokens = math.prod(lead)
+    pad = 0
+    if not lead or lead[0] % shards:  # the leading axis does not split evenly: flatten, and pad with invalid tokens
+        pad = -tokens % shards
+        x = jnp.pad(compat.replicate(x, layer.mesh).reshape(tokens, -1), ((0, pad), (0, 0)))
+        if valid is not None:
+            valid = compat.replicate(valid, layer.mesh)
+        flags = jnp.ones((tokens,), bool) if valid is None else valid.reshape(-1)
+        valid = jnp.pad(flags, (0, pad)) if pad or valid is not None else None
+    specs = MoEParams(
+        router=P(),
+        experts=jax.tree.map(lambda _: P(layer.expert_axis), params.experts),
+        **{
+            field.name: jax.tree.map(lambda _: P(), getattr(params, field.name))
+            for field in dataclasses.fields(MoEParams)
+            if field.name not in ("router", "experts")
+        },
+    )
+    specs = _scalars_replicated(specs, params)
+    arguments = (params, x, valid, placement, rank_mask)
+    in_specs = (
+        specs,
+        spec,
+        None if valid is None else spec,
+        jax.tree.map(lambda _: P(), placement),
+        None if rank_mask is None else P(),
+    )
+    arguments = compat.reshard(arguments, layer.mesh, in_specs)
+    mapped = compat.shard_map(local, mesh=layer.mesh, in_specs=in_specs, out_specs=(spec, P() if with_stats else None))
+    y, stats = mapped(*arguments)
+    if y.shape[:-1] != lead:
+        y = compat.replicate(y, layer.mesh)[:tokens].reshape(*lead, y.shape[-1])
+    return y, stats
+
+
+def _scalars_replicated(specs: MoEParams, params: MoEParams) -> MoEParams:
+    """Static scales that are one number for all experts have no axis to split."""
+    experts = jax.tree.map(lambda leaf, spec: spec if getattr(leaf, "ndim", 0) else P(), params.experts, specs.experts)
+    return dataclasses.replace(specs, experts=experts)
+
+
+def _in_physical_order(layer: MoELayer, params: MoEParams, placement: Placement) -> MoEParams:
+    """Parameters with P expert slots; E experts in logical order are placed where the two differ."""
+    held, slots = params.experts.gate_up.shape[0], layer.num_ranks * layer.num_local
+    if held == slots:
+        return params
+    if held != layer.config.num_experts:
+        raise ValueError(
+            f"The expert weights hold {held} experts; this layer takes {slots} slots in physical order, or its "
+            f"{layer.config.num_experts} experts in logical order."
+        )
+    place = lambda leaf: to_physical_order(leaf, placement) if leaf.ndim else leaf  # noqa: E731
+    experts: ExpertWeights = jax.tree.map(place, params.experts)
+    return dataclasses.replace(params, experts=experts)
+
+
+def is_quantised(leaf) -> bool:
+    """For jax.tree.map(is_leaf=...): whether a node is a QTensor."""
+    return isinstance(leaf, QTensor)
