@@ -1,8 +1,11 @@
-"""BF16 grouped matmul for Hopper with few rows per group: weights stream through once at memory speed.
+"""Grouped matmul for Hopper with the operands exchanged: weights on the matrix unit's M side, tokens on its N side.
 
-The operands trade places: 64 rows of a weight matrix are the matrix unit's M side and `block_t` tokens its N side, so
-a group of 8 tokens costs an instruction of 8 columns, not 64 rows of padding. Blocks are small (two fit on one
-multiprocessor) and hold as many bytes in flight as shared memory allows. Only groups that have rows are read.
+For few rows per group: a group of 8 tokens costs an instruction of 8 columns, not 64 rows of padding, and the weights
+stream through once at memory speed. For quantised weights, also with many rows: the M side may come from registers,
+so weights are dequantised there, on their way from shared memory to the matrix unit (mosaic_dequant.py).
+
+Blocks are small enough for two on one multiprocessor where `per_sm` says so, and hold as many bytes in flight as
+shared memory allows. Only weights of groups that have rows are read.
 """
 
 from __future__ import annotations
@@ -16,16 +19,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_sm90 import SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
+from .mosaic_dequant import Packed, dequantise, permute_columns
+from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
 from .schedule import TILE_FIELDS
 
-_ROWS = 64
+_ROWS = 64  # of a weight, for one warpgroup
+_WIDTH = 64  # BF16 elements in one swizzle
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """block_t: tokens of a tile. consumers: multiplying warpgroups, each with 64 rows of the weight.
-    chunks: 128-byte columns of K in one stage. per_sm: blocks on one multiprocessor."""
+    """Tile shape of the kernel with exchanged operands.
+
+    block_t: tokens of a tile. consumers: multiplying warpgroups, each with 64 rows of the weight. chunks: pieces of 128
+    bytes of a weight's row in one stage. per_sm: blocks on one multiprocessor.
+    """
 
     block_t: int = 16
     consumers: int = 1
@@ -35,8 +43,8 @@ class DecodeConfig:
     num_blocks: int | None = None
 
     def __post_init__(self):
-        if self.block_t % 8 or not 8 <= self.block_t <= 128:
-            raise ValueError(f"block_t={self.block_t}: choose a multiple of 8 from 8 to 128.")
+        if self.block_t not in (8, 16, 24, 32, 48, 64, 128, 192, 256):
+            raise ValueError(f"block_t={self.block_t}: choose 8, 16, 24, 32, 48 or a multiple of 64 up to 256.")
         if self.consumers not in (1, 2):
             raise ValueError(f"consumers={self.consumers}: choose 1 or 2.")
 
@@ -44,19 +52,55 @@ class DecodeConfig:
     def block_n(self) -> int:
         return self.consumers * _ROWS
 
-    def smem_bytes(self, itemsize: int = 2) -> int:
-        stage = (self.block_n + self.block_t) * self.chunks * SWIZZLE
-        return self.stages * stage + self.block_n * self.block_t * itemsize
+    @property
+    def box(self) -> int:
+        """Tokens that are copied together; see schedule.tile_schedule."""
+        return min(self.block_t, BOX)
+
+    def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2) -> int:
+        """Shared memory of one block, barriers left out."""
+        tokens = 2 * packed.per_byte if packed else 1
+        scales = packed.scales if packed else 0
+        stage = self.chunks * (self.block_n * (SWIZZLE + scales) + self.block_t * SWIZZLE * tokens)
+        return self.stages * stage + self.block_n * self.box * itemsize
 
 
-def _body(tiles, count, x, w, out, w_smem, x_smem, out_smem, full, empty, *, config: DecodeConfig, interpret: bool):
-    c = config
-    _, k = x.shape
-    _, n, _ = w.shape
+def box_rows(first, rows, index: int, box: int):
+    """First row of the index-th box of a tile: boxes follow each other, but none reaches over the tile's end."""
+    if index == 0:
+        return first
+    return jnp.maximum(jnp.minimum(first + index * box, first + rows - box), first)
+
+
+def _body(
+    tiles,
+    count,
+    x,
+    w,
+    scales,
+    factors,
+    out,
+    w_smem,
+    x_smem,
+    s_smem,
+    a_smem,
+    out_smem,
+    full,
+    empty,
+    *,
+    config,
+    packed,
+    interpret,
+):
+    c: DecodeConfig = config
+    n = out.shape[1]
     x_smem, x_load = as_views(x_smem, 2, interpret)
-    width = SWIZZLE // jnp.dtype(x.dtype).itemsize
-    k_steps = pl.cdiv(k, width * c.chunks)
+    bytes_k = c.chunks * SWIZZLE
+    wide = bytes_k // jnp.dtype(w.dtype).itemsize  # elements of w's array in one stage
+    x_chunks = c.chunks * (2 * packed.per_byte if packed else 1)
+    k_steps = pl.cdiv(w.shape[2], wide)
     n_tiles = pl.cdiv(n, c.block_n)
+    boxes = c.block_t // c.box
     wg = lax.axis_index("wg")
     blocks = lax.axis_size("block")
     my_tiles = lax.div(count[0] * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
@@ -69,8 +113,11 @@ def _body(tiles, count, x, w, out, w_smem, x_smem, out_smem, full, empty, *, con
 
     @pl.when(wg == c.consumers)
     def _produce():
+        if c.consumers == 2 and c.block_t > 64:
+            plgpu.set_max_registers(40, action="decrease")
+
         def per_tile(i, step):
-            weight, row, _, col = tile(i)
+            weight, first, rows, col = tile(i)
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -79,14 +126,22 @@ def _body(tiles, count, x, w, out, w_smem, x_smem, out_smem, full, empty, *, con
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
 
-                plgpu.copy_gmem_to_smem(
-                    w.at[weight, pl.ds(col, c.block_n), pl.ds(j * (width * c.chunks), width * c.chunks)],
-                    w_smem.at[slot],
-                    full.at[slot],
-                )
-                for chunk in range(c.chunks):
-                    ks = pl.ds(j * (width * c.chunks) + chunk * width, width)
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, c.block_t), ks], x_load.at[slot, chunk], full.at[slot])
+                columns = pl.ds(col, c.block_n)
+                plgpu.copy_gmem_to_smem(w.at[weight, columns, pl.ds(j * wide, wide)], w_smem.at[slot], full.at[slot])
+                if packed and packed.scales:
+                    width = c.chunks * packed.scales
+                    source = scales.at[weight, columns, pl.ds(j * width, width)]
+                    plgpu.copy_gmem_to_smem(source, s_smem.at[slot], full.at[slot])
+                for box in range(boxes):
+                    rows_of_box = pl.ds(box_rows(first, rows, box, c.box), c.box)
+                    here = pl.ds(box * c.box, c.box)
+                    if packed:
+                        source = x.at[pl.ds(j * x_chunks, x_chunks), rows_of_box]
+                        plgpu.copy_gmem_to_smem(source, x_load.at[slot, :, here], full.at[slot])
+                        continue
+                    for chunk in range(x_chunks):
+                        source = x.at[rows_of_box, pl.ds(j * wide + chunk * _WIDTH, _WIDTH)]
+                        plgpu.copy_gmem_to_smem(source, x_load.at[slot, chunk, here], full.at[slot])
                 return step + 1
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
@@ -95,43 +150,103 @@ def _body(tiles, count, x, w, out, w_smem, x_smem, out_smem, full, empty, *, con
 
     @pl.when(wg < c.consumers)
     def _multiply():
-        def per_tile(i, step):
-            weight, row, rows, col = tile(i)
+        if c.consumers == 2 and c.block_t > 64:
+            plgpu.set_max_registers(232, action="increase")
+        my_rows = pl.ds(wg * _ROWS, _ROWS)
+
+        def product(acc, slot, chunk):
+            """acc += weights of one 128-byte chunk times the tokens."""
+            here = w_smem.at[slot, my_rows, pl.ds(chunk * (wide // c.chunks), wide // c.chunks)]
+            if packed is None:
+                plgpu.wgmma(acc, here, x_smem.at[slot, chunk].T)
+                return
+            s = None
+            if packed.scales:
+                s = s_smem.at[slot, my_rows, pl.ds(chunk * packed.scales, packed.scales)]
+            values = dequantise(here, s, packed, interpret=interpret)
+            per_chunk = packed.chunk // _WIDTH
+            if interpret:  # the interpreter multiplies from shared memory only
+                a_smem.at[wg][...] = values
+            for i in range(per_chunk):
+                piece = slice(i * _WIDTH, (i + 1) * _WIDTH)
+                a = a_smem.at[wg, :, piece] if interpret else values[:, piece]
+                plgpu.wgmma(acc, a, x_smem.at[slot, chunk * per_chunk + i].T)
+
+        def accumulate(weight, step):
+            """The sum over K in one accumulator, for formats whose scales are applied to the weights."""
 
             def scope(acc):
-                def per_step(j, step):
+                def per_step(_, step):
                     slot = lax.rem(step, c.stages)
                     plgpu.barrier_wait(full.at[slot])
                     for chunk in range(c.chunks):
-                        plgpu.wgmma(
-                            acc,
-                            w_smem.at[slot, pl.ds(wg * _ROWS, _ROWS), pl.ds(chunk * width, width)],
-                            x_smem.at[slot, chunk].T,
-                        )
+                        product(acc, slot, chunk)
+                        if packed:
+                            plgpu.wgmma_wait(0)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[slot])
                     return step + 1
 
                 end = lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
-                return end, acc[...].astype(out.dtype)
+                return end, acc[...]
 
-            end, value = pl.run_scoped(scope, plgpu.ACC((_ROWS, c.block_t), jnp.float32))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_smem.at[wg].T[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA)
-            plgpu.commit_smem()
+            return pl.run_scoped(scope, plgpu.ACC((_ROWS, c.block_t), jnp.float32))
+
+        def accumulate_scaled(weight, col, step):
+            """Each 128 elements of K are summed on their own and scaled in float32: the scale covers the whole tile."""
+            row_block = lax.div(col + wg * _ROWS, 128)
+            last = scales.shape[2] - 1
+
+            def per_step(j, carry):
+                step, total = carry
+                slot = lax.rem(step, c.stages)
+                factor = [scales[weight, row_block, jnp.minimum(j * c.chunks + i, last)] for i in range(c.chunks)]
+                plgpu.barrier_wait(full.at[slot])
+                for chunk in range(c.chunks):
+
+                    def scope(acc, chunk=chunk):
+                        product(acc, slot, chunk)
+                        return acc[...]
+
+                    part = pl.run_scoped(scope, plgpu.ACC((_ROWS, c.block_t), jnp.float32))
+                    total = total + part * factor[chunk]
+                plgpu.barrier_arrive(empty.at[slot])
+                return step + 1, total
+
+            zeros = plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA)
+            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
+
+        def per_tile(i, step):
+            weight, first, rows, col = tile(i)
+            if packed and not packed.scales:
+                end, value = accumulate_scaled(weight, col, step)
+            else:
+                end, value = accumulate(weight, step)
+            if packed and packed.scale == "e4m3":
+                value = value * (factors[jnp.maximum(weight, 0)] * packed.factor)
+            value = value.astype(out.dtype)
             columns = pl.ds(col + wg * _ROWS, _ROWS)
+            for box in range(boxes):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_smem.at[wg].T[...] = plgpu.layout_cast(
+                    value[:, box * c.box : (box + 1) * c.box], plgpu.Layout.WGMMA
+                )
+                plgpu.commit_smem()
+                row = box_rows(first, rows, box, c.box)
 
-            @pl.when(rows == c.block_t)
-            def _():
-                plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[pl.ds(row, c.block_t), columns])
+                @pl.when(rows >= c.box)
+                def _(row=row):
+                    plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[pl.ds(row, c.box), columns])
 
-            @pl.when(rows < c.block_t)
-            def _():
-                def one(r, _):
-                    plgpu.copy_smem_to_gmem(out_smem.at[wg, pl.ds(r, 1)], out.at[pl.ds(row + r, 1), columns])
-                    return ()
+                if box == 0:
 
-                lax.fori_loop(0, rows, one, ())
+                    @pl.when(rows < c.box)
+                    def _(row=row):
+                        def one(r, _):
+                            plgpu.copy_smem_to_gmem(out_smem.at[wg, pl.ds(r, 1)], out.at[pl.ds(row + r, 1), columns])
+                            return ()
+
+                        lax.fori_loop(0, rows, one, ())
 
             return end
 
@@ -139,42 +254,67 @@ def _body(tiles, count, x, w, out, w_smem, x_smem, out_smem, full, empty, *, con
         plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "packed", "out_dtype", "interpret"))
 def grouped_matmul_decode(
     x: jax.Array,  # [M, K]
-    w: jax.Array,  # [G, N, K]
-    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_t, box=config.block_t)
+    w: jax.Array,  # [G, N, K] like x, or uint8 [G, N, K / packed.per_byte]
+    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_t, box=config.box)
     count: jax.Array,  # int32 [1]
+    scales: jax.Array | None = None,  # uint8 [G, N, K / block]; f32: float32 [G, N / 128, K / 128]
+    factors: jax.Array | None = None,  # float32 [G], NVFP4's decode scale of each matrix
     *,
-    config: DecodeConfig = DecodeConfig(),
+    config: DecodeConfig = DecodeConfig(),  # noqa: B008
+    packed: Packed | None = None,
     out_dtype=None,
     interpret=None,
 ) -> jax.Array:  # [M, N]
-    """Rows of x times the transposed weight of their group. M >= block_t; N and K multiples of 64."""
-    (m, k), (_, n, _) = x.shape, w.shape
+    """Rows of x times the transposed weight of their group, BF16 or `packed`.
+
+    M >= config.box; N and K multiples of 64; for packed weights rows of w are multiples of 128 bytes, of scales multiples
+    of 16 bytes, and one stage takes at least 16 scales of each row.
+    """
+    (m, k), n = x.shape, w.shape[1]
     c = config
-    out_dtype = out_dtype or x.dtype
-    if m < c.block_t or n % 64 or k % 64:
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    if m < c.box or n % 64 or k % 64:
         raise ValueError(
-            f"x {x.shape}, w {w.shape}: this kernel takes M >= {c.block_t} and N, K that are multiples of 64; "
+            f"x {x.shape}, w {w.shape}: this kernel takes M >= {c.box} and N, K that are multiples of 64; "
             "pad the arrays or choose a smaller block_t."
         )
-    width = SWIZZLE // x.dtype.itemsize
+    s_smem = plgpu.SMEM((1, 16), jnp.uint8)
+    x_chunks = c.chunks
+    if packed:
+        scale_row = c.chunks * packed.scales
+        if w.shape[2] % 128 or (packed.scales and (scales.shape[2] % 16 or scale_row % 16)):
+            raise ValueError(
+                f"w {w.shape} with scales {scales.shape} and chunks={c.chunks}: rows of w must be multiples of 128 bytes, "
+                "rows of scales and one stage's share of them multiples of 16 bytes; pad K or take more chunks."
+            )
+        x = permute_columns(x, packed)
+        x_chunks *= packed.chunk // _WIDTH
+        if packed.scales:
+            s_smem = plgpu.SMEM((c.stages, c.block_n, scale_row), jnp.uint8)
+    unused = jnp.zeros((1,), jnp.float32)
+    x_copies = c.block_t // c.box * (1 if packed else c.chunks)
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, interpret=bool(interpret)),
+        functools.partial(_body, config=c, packed=packed, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() * c.per_sm,),
         grid_names=("block",),
         num_threads=c.consumers + 1,
         thread_name="wg",
         scratch_types=dict(
-            w_smem=plgpu.SMEM((c.stages, c.block_n, width * c.chunks), w.dtype, transforms=swizzled(w.dtype)),
-            x_smem=row_views((c.stages, c.chunks, c.block_t, width), x.dtype, plain=False, interpret=bool(interpret)),
-            out_smem=plgpu.SMEM((c.consumers, c.block_t, _ROWS), out_dtype),
-            full=plgpu.Barrier(num_arrivals=1 + c.chunks, num_barriers=c.stages),
+            w_smem=plgpu.SMEM(
+                (c.stages, c.block_n, c.chunks * SWIZZLE // w.dtype.itemsize), w.dtype, transforms=swizzled(w.dtype)
+            ),
+            x_smem=row_views((c.stages, x_chunks, c.block_t, _WIDTH), x.dtype, plain=False, interpret=bool(interpret)),
+            s_smem=s_smem,
+            a_smem=plgpu.SMEM((c.consumers, _ROWS, packed.chunk if packed and interpret else 8), x.dtype),
+            out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS), out_dtype),
+            full=plgpu.Barrier(num_arrivals=1 + x_copies + bool(packed and packed.scales), num_barriers=c.stages),
             empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tiles, count, x, w)
+    return kernel(tiles, count, x, w, unused if scales is None else scales, unused if factors is None else factors)

@@ -37,6 +37,7 @@ class Config:
     multiplying warpgroups share a tile: "m" (64 rows each) or "n" (block_n / 2 columns each).
     cluster: blocks that share the rows they load through TMA multicast, adjacent along N.
     band: columns of tiles walked together before moving along N (0: all), which decides what stays in the L2 cache.
+    tail: give tiles of at most 64 rows, the ends of groups, half the work instead of a half-empty tile.
     """
 
     block_n: int = 256
@@ -47,6 +48,7 @@ class Config:
     band: int = 0
     block_m: int = 128
     out_slots: int = 2
+    tail: bool = True
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -58,6 +60,11 @@ class Config:
             raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
         if self.split == "n" and self.block_n % 128:
             raise ValueError(f"block_n={self.block_n} cannot be halved in chunks of 64 columns; use split='m'.")
+
+    @property
+    def shares_box(self) -> bool:
+        """Whether a tile of at most 64 rows is halved along N, so that both warpgroups have work."""
+        return self.tail and self.split == "m" and self.block_n % 256 == 0
 
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
@@ -203,7 +210,7 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
         plgpu.set_max_registers(40, action="decrease")
 
         def per_tile(i, step):
-            weight, row0, row1, _, col = tile(i)
+            weight, row0, row1, rows, col = tile(i)
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -216,7 +223,8 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
                 shared = dict(collective_axes="cluster") if c.cluster > 1 else {}
                 for box, row in enumerate((row0, row1)):
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared)
+                    needed = dict(predicate=rows > BOX) if box and c.shares_box and not interpret else {}
+                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
                 columns = pl.ds(col, tile_n)
                 if transposed:
                     plgpu.copy_gmem_to_smem(w.at[weight, ks, columns], b_smem.at[slot], full.at[slot])
@@ -235,27 +243,24 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
     @pl.when(wg < CONSUMERS)
     def _multiply():
         plgpu.set_max_registers(232, action="increase")
-        acc_m, acc_n = (BOX, c.block_n) if c.split == "m" else (2 * BOX, c.block_n // 2)
-        a_rows = pl.ds(wg * BOX, BOX) if c.split == "m" else slice(None)
-        first_column = wg * acc_n if c.split == "n" else 0
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
-
-        def rhs(slot):
-            mine = slice(None) if c.split == "m" else pl.ds(wg * acc_n, acc_n)
-            return b_smem.at[slot, :, mine] if transposed else b_smem.at[slot, mine].T
+        halves = c.block_n // CONSUMERS
 
         def release(step):
             plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
 
-        def per_tile(i, step):
-            weight, row0, row1, rows, col = tile(i)
-            steps = jnp.where(weight >= 0, k_steps, 0)
+        def rhs(slot, start, width):
+            columns = pl.ds(start, width)
+            return b_smem.at[slot, :, columns] if transposed else b_smem.at[slot, columns].T
+
+        def total(step, steps, acc_m, acc_n, multiply):
+            """The sum over K of multiply(acc, slot), cast for the store."""
 
             def scope(acc):
                 def per_step(j, step):
                     slot = lax.rem(step, c.stages)
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma(acc, a_smem.at[slot, a_rows], rhs(slot))
+                    multiply(acc, slot)
                     plgpu.wgmma_wait(1)
 
                     @pl.when(j > 0)
@@ -272,31 +277,72 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
                     release(end - 1)
 
                 if gate:
-                    value = gated_product(value[:, :tile_n], value[:, tile_n:], gate)
-                return end, value.astype(out.dtype)
+                    value = gated_product(value[:, : acc_n // 2], value[:, acc_n // 2 :], gate)
+                return value.astype(out.dtype)
 
-            end, value = pl.run_scoped(scope, plgpu.ACC((acc_m, acc_n), jnp.float32))
+            return pl.run_scoped(scope, plgpu.ACC((acc_m, acc_n), jnp.float32))
+
+        def store(value, boxes, rows, first_column):
             chunk = 0
-            for box in range(acc_m // BOX):
-                first = jnp.where(wg == 0, row0, row1) if c.split == "m" else (row0, row1)[box]
-                # The second box of a group with fewer rows than one box is the first again: it has nothing to store.
-                second = wg == 1 if c.split == "m" else box == 1
-                my_rows = jnp.where((rows < BOX) & second, 0, rows)
+            for box, first in enumerate(boxes):
                 for start in range(0, value.shape[1], chunk_n):
                     slot = chunk % c.out_slots
                     plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
                     store_rows(
                         value[box * BOX : (box + 1) * BOX, start : start + chunk_n],
                         first,
-                        my_rows,
-                        pl.ds(col + first_column + start, chunk_n),
+                        rows,
+                        pl.ds(first_column + start, chunk_n),
                         out,
                         out_write.at[wg, slot],
                         out_box.at[wg, slot],
                         out_row.at[wg, slot],
                     )
                     chunk += 1
-            return end
+
+        def two_boxes(step, steps, row0, row1, rows, col):
+            if c.split == "m":
+
+                def multiply(acc, slot):
+                    plgpu.wgmma(acc, a_smem.at[slot, pl.ds(wg * BOX, BOX)], rhs(slot, 0, c.block_n))
+
+                value = total(step, steps, BOX, c.block_n, multiply)
+                # Without one_box, the second box of a group with fewer rows than a box is the first: nothing to store.
+                mine = rows if c.shares_box else jnp.where((rows < BOX) & (wg == 1), 0, rows)
+                store(value, [jnp.where(wg == 0, row0, row1)], mine, col)
+            else:
+
+                def multiply(acc, slot):
+                    plgpu.wgmma(acc, a_smem.at[slot], rhs(slot, wg * halves, halves))
+
+                value = total(step, steps, 2 * BOX, halves, multiply)
+                store(value[:BOX], [row0], rows, col + wg * halves)
+                store(value[BOX:], [row1], jnp.where(rows < BOX, 0, rows), col + wg * halves)
+
+        def one_box(step, steps, row0, rows, col):
+            """A tile of at most 64 rows: the warpgroups share its columns."""
+
+            def multiply(acc, slot):
+                a = a_smem.at[slot, pl.ds(0, BOX)]
+                if gate:
+                    for part in range(2):
+                        b = rhs(slot, part * tile_n + wg * (tile_n // 2), tile_n // 2)
+                        plgpu.wgmma(acc.at[:, part * (tile_n // 2) : (part + 1) * (tile_n // 2)], a, b)
+                else:
+                    plgpu.wgmma(acc, a, rhs(slot, wg * halves, halves))
+
+            value = total(step, steps, BOX, halves, multiply)
+            store(value, [row0], rows, col + wg * (tile_n // 2))
+
+        def per_tile(i, step):
+            weight, row0, row1, rows, col = tile(i)
+            steps = jnp.where(weight >= 0, k_steps, 0)
+            if c.shares_box:
+                pl.when(rows > BOX)(lambda: two_boxes(step, steps, row0, row1, rows, col))
+                pl.when(rows <= BOX)(lambda: one_box(step, steps, row0, rows, col))
+            else:
+                two_boxes(step, steps, row0, row1, rows, col)
+            return step + steps
 
         lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)

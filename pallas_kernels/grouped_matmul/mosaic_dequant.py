@@ -1,0 +1,192 @@
+"""Quantised weights turned into BF16 registers in the shape that Hopper's matrix unit takes its first operand in.
+
+A lane of a warpgroup holds, of 64 rows x 128 bytes in shared memory, four consecutive bytes at a time: 4 E4M3 or 8
+E2M1 elements. The matrix unit wants columns 2t, 2t+1, 2t+8, 2t+9 of every 16 in lane t (of four). Instead of moving
+weights between lanes, the activations' columns are put in the order that the lanes have (`permute_columns`): a sum
+does not care.
+
+Both element formats become BF16 by moving their bits to the right place and one exact multiplication: an E4M3 or E2M1
+pattern read as BF16 is its value times 2^-120 or 2^-126, subnormals included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+#: NVFP4 leaves this factor to the epilogue, because BF16 cannot hold scale and element factors in one multiplication.
+NVFP4_FACTOR = 2.0**19
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """How a weight's bytes are read. element and scale as in quantize.BlockFormat; block: elements that share a scale."""
+
+    element: Literal["e4m3", "e2m1"]
+    scale: Literal["e8m0", "e4m3", "f32"]
+    block: int
+
+    @property
+    def per_byte(self) -> int:
+        return 1 if self.element == "e4m3" else 2
+
+    @property
+    def chunk(self) -> int:
+        """Elements in 128 bytes."""
+        return 128 * self.per_byte
+
+    @property
+    def scales(self) -> int:
+        """Scales of one row in 128 bytes of elements; 0 where a scale covers whole rows of a tile (f32)."""
+        return 0 if self.scale == "f32" else self.chunk // self.block
+
+    @property
+    def factor(self) -> float:
+        """What the accumulated product still has to be multiplied with."""
+        return NVFP4_FACTOR if self.scale == "e4m3" else 1.0
+
+
+def permute_columns(x: jax.Array, packed: Packed) -> jax.Array:
+    """x [M, K] with its columns in the lanes' order, as [K / 64, M, 64]."""
+    m, k = x.shape
+    if packed.element == "e4m3":
+        # position 16j + 8h + 2t + b holds column 16j + 4t + 2b + h
+        y = x.reshape(m, k // 16, 4, 2, 2).transpose(0, 1, 4, 2, 3)
+    else:
+        # position 32j + 8i + 2t + b holds column 32j + 8t + 4b + i
+        y = x.reshape(m, k // 32, 4, 2, 4).transpose(0, 1, 4, 2, 3)
+    return y.reshape(m, k // 64, 64).transpose(1, 0, 2)
+
+
+def _ptx(packed: Packed) -> str:
+    """One 32-bit word ($n) to BF16 pairs ($0...) in the lanes' order; the scale pair is the operand after the word."""
+    lines = ["{", ".reg .b32 a, b;"]
+    if packed.element == "e4m3":
+        shifts, mask, outs, power = ((("shl", 4), ("shl", 8)), (("shr", 4), None)), "0x07F007F0", 2, "0x7B807B80"
+    else:
+        moves = (("shl", 6), ("shl", 12)), (("shl", 2), ("shl", 8)), (("shr", 2), ("shl", 4)), (("shr", 6), None)
+        shifts, mask, outs, power = moves, "0x01C001C0", 4, "0x7E807E80"
+    word, scale = f"${outs}", f"${outs + 1}"
+    for i, (magnitude, sign) in enumerate(shifts):
+        lines.append(f"{magnitude[0]}.b32 a, {word}, {magnitude[1]};")
+        lines.append(f"and.b32 a, a, {mask};")
+        if packed.scale != "e4m3":  # the E4M3 scale's own factor brings the element's along
+            lines += [f"mov.b32 b, {power};", "mul.rn.bf16x2 a, a, b;"]
+        if packed.scale != "f32":
+            lines.append(f"mul.rn.bf16x2 a, a, {scale};")
+        if sign is None:
+            lines.append(f"mov.b32 b, {word};")
+        else:
+            lines.append(f"{sign[0]}.b32 b, {word}, {sign[1]};")
+        lines.append(f"lop3.b32 ${i}, a, b, 0x80008000, 0x78;")  # a ^ (b & sign)
+    return "\n".join([*lines, "}"])
+
+
+def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Array:
+    """w_ref: uint8 [64, 128] in shared memory; scale_ref: uint8 [64, packed.scales], or None. BF16 [64, packed.chunk]."""
+    if interpret:
+        return _dequantise_jnp(w_ref[...], None if scale_ref is None else scale_ref[...], packed)
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import arith, llvm, vector
+
+    wg_swizzle = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+    outs = 2 if packed.element == "e4m3" else 4
+    ptx = _ptx(packed)
+    refs = (w_ref,) if scale_ref is None else (w_ref, scale_ref)
+    types = (plgpu.RefType(wg_swizzle), plgpu.RefType())[: len(refs)]
+
+    @plgpu.inline_mgpu(
+        arg_types=types,
+        return_type=plgpu.ShapeDtypeStruct((64, packed.chunk), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+    )
+    def convert(ctx, data, scales=None):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        const = lambda v: arith.constant(i32, v)  # noqa: E731
+        data = mgpu.FragmentedArray.load_tiled(data, swizzle=128, is_signed=False, layout=fa.WGMMA_LAYOUT_8BIT)
+        words = data.registers.reshape(8, 2)  # [16 bytes of a row, rows g and g + 8 of a warp's 16]
+        out = np.empty((8 * outs, 2), dtype=object)
+        if scales is not None:
+            v = packed.scales
+            layout = fa.TiledLayout(
+                fa.Tiling(((64, v), (16, v), (8, v))),
+                warp_dims=(-6,),
+                lane_dims=(-2, fa.Replicated(4)),
+                vector_dim=-1,
+            )
+            scales = mgpu.FragmentedArray.load_untiled(scales, layout=layout, is_signed=False, optimized=False)
+            lane = arith.andi(mgpu.utils.thread_idx(), const(3))
+            high = arith.muli(arith.shrui(lane, const(1)), const(0x0101))
+        for half in range(2):
+            if scales is not None:
+                packed_scales = scales.registers.reshape(2)[half]
+                as_words = mgpu.utils.bitcast(packed_scales, ir.VectorType.get((packed.scales // 4,), i32))
+                scale_words = [
+                    vector.extract(as_words, dynamic_position=[], static_position=[i])
+                    for i in range(packed.scales // 4)
+                ]
+            for j in range(8):
+                word = mgpu.utils.bitcast(words[j, half], i32)
+                scale = const(0)
+                if packed.scale == "e4m3":
+                    # Lanes 0, 1 and lanes 2, 3 are in different blocks of 16.
+                    select = arith.addi(const(0x4040 + (j % 2) * 0x0202), high)
+                    scale = _asm(llvm, i32, [scale_words[j // 2], select], _E4M3_SCALE)
+                elif packed.scale == "e8m0":
+                    index = j * 16 * packed.per_byte // packed.block
+                    select = const(0x4040 + (index % 4) * 0x0101)
+                    scale = _asm(llvm, i32, [scale_words[index // 4], select], _E8M0_SCALE)
+                struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * outs)})>")
+                constraints = ",".join(["=r"] * outs + ["r", "r"])
+                result = llvm.inline_asm(struct, [word, scale], ptx, constraints)
+                for i in range(outs):
+                    value = llvm.extractvalue(i32, result, [i])
+                    out[j * outs + i, half] = mgpu.utils.bitcast(value, pair)
+        out = out.reshape(fa.WGMMA_LAYOUT.registers_shape((64, packed.chunk)))
+        return mgpu.FragmentedArray(_registers=out, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
+
+    return convert(*refs)
+
+
+_E8M0_SCALE = "{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, $2; shl.b32 $0, $0, 7; }"
+# E4M3 bits as BF16 are scale * 2^-120: times 2^127 and 2^100, which with the element's 2^-126 leaves 2^-19.
+_E4M3_SCALE = """{ .reg .b32 z, p; mov.b32 z, 0; prmt.b32 p, $1, z, $2; shl.b32 p, p, 4; and.b32 p, p, 0x07F007F0;
+mov.b32 z, 0x7F007F00; mul.rn.bf16x2 p, p, z; mov.b32 z, 0x71807180; mul.rn.bf16x2 $0, p, z; }"""
+
+
+def _asm(llvm, result_type, operands, text):
+    return llvm.inline_asm(result_type, operands, text, ",".join(["=&r"] + ["r"] * len(operands)))
+
+
+def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -> jax.Array:
+    """The same values in the same order, for the interpreter."""
+    data = data.astype(jnp.int32)
+    if packed.element == "e4m3":
+        value = _minifloat(data, 4, 3)
+    else:
+        value = _minifloat(jnp.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1), 2, 1)
+    if scales is not None:
+        scales = scales.astype(jnp.int32)
+        scales = _minifloat(scales, 4, 3) / NVFP4_FACTOR if packed.scale == "e4m3" else jnp.exp2(scales - 127.0)
+        value = value * jnp.repeat(scales, packed.block, axis=1)
+    if packed.element == "e4m3":
+        value = value.reshape(64, -1, 4, 2, 2).transpose(0, 1, 4, 2, 3)
+    else:
+        value = value.reshape(64, -1, 4, 2, 4).transpose(0, 1, 4, 2, 3)
+    return value.reshape(64, packed.chunk).astype(jnp.bfloat16)
+
+
+def _minifloat(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
+    sign = 1.0 - 2.0 * (bits >> (exponent + mantissa))
+    e = (bits >> mantissa) & (2**exponent - 1)
+    m = (bits & (2**mantissa - 1)) / 2.0**mantissa
+    bias = 2 ** (exponent - 1) - 1
+    return (sign * jnp.where(e == 0, m * 2.0 ** (1 - bias), (1 + m) * jnp.exp2(e * 1.0 - bias))).astype(jnp.float32)
