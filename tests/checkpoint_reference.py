@@ -17,7 +17,7 @@ MODELS = Path(__file__).parent / "data" / "models"
 
 
 def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
+    return 0.5 * (1 + np.tanh(x / 2))
 
 
 def softmax(x):

@@ -86,10 +86,11 @@ def test_a_slice_reads_only_its_bytes(tmp_path, monkeypatch):
 
 GOOD = {"a": entry(), "b": entry(offsets=(8, 16))}
 BAD_HEADERS = {
-    "not JSON": (b"{oops", "not valid JSON"),
+    "not JSON": (b"{oops}", "not valid JSON"),
     "not UTF-8": (b'{"\xff": 1}', "not valid JSON"),
-    "a list": (b"[1, 2]", "an object is needed"),
-    "deeply nested": (b'{"a":' + b"[" * 100_000, "not valid JSON"),
+    "a list": (b"[1, 2]", "does not begin and end as an object"),
+    "a cut end": (b'{"a": 1', "does not begin and end as an object"),
+    "deeply nested": (b'{"a":' + b"[" * 100_000 + b"}", "not valid JSON"),
     "a number that is not JSON": (b'{"a": NaN}', "NaN is not JSON"),
     "the same name twice": (b'{"a": 1, "a": 1}', "'a' occurs twice"),
     "an entry that is no object": ({"a": 5}, "dtype, shape and data_offsets"),

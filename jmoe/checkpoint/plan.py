@@ -141,11 +141,20 @@ def _qtensor(source: Source, block: MoEBlock, slots: Sequence[int], gate_up: boo
     to_f32 = kind.name == "fp8_block"
     stored = {"nvfp4": ml_dtypes.float8_e4m3fn, "mxfp8": np.uint8, "mxfp4": np.uint8}.get(kind.format, np.float32)
 
-    def checked(value: np.ndarray, e: int, index: Index) -> np.ndarray:
-        where = source.tensors[scale.key(e, index[0].start if gate_up else 0)].where()
-        whole = (index[0], *(slice(0, n) for n in data.matrix)) if gate_up else tuple(slice(0, n) for n in data.matrix)
-        elements = data.one(e, whole) if _has_zero(value) else np.zeros((0, 0), data.dtype)
+    def check(value: np.ndarray, e: int, half: int) -> None:
+        where = source.tensors[scale.key(e, half)].where()
+        elements = np.zeros((0, 0), data.dtype)
+        if (host.scales_to_float(value) == 0).any():
+            whole = tuple(slice(0, n) for n in data.matrix)
+            elements = data.one(e, (slice(half, half + 1), *whole))[0] if gate_up else data.one(e, whole)
         host.check_scales(value, f"{where} (expert {e})", elements, kind, pow2=source.scheme.pow2)
+
+    def checked(value: np.ndarray, e: int, index: Index) -> np.ndarray:
+        if gate_up:
+            for i, part in enumerate(value):
+                check(part, e, index[0].start + i)
+        else:
+            check(value, e, 0)
         return host.scales_to_float(value) if to_f32 else value.view(stored)
 
     global_scale = None
@@ -164,10 +173,6 @@ def _qtensor(source: Source, block: MoEBlock, slots: Sequence[int], gate_up: boo
         fmt,
         k,
     )
-
-
-def _has_zero(scale: np.ndarray) -> bool:
-    return bool((host.scales_to_float(scale) == 0).any())
 
 
 def decoded(q: QTensor, kind: Kind, dtype: np.dtype) -> Leaf:
@@ -260,7 +265,8 @@ def linear_qtensor(source: Source, linears: Sequence[Linear]) -> QTensor:
 
     def scale_of(linear: Linear) -> np.ndarray:
         value = source.read(linear.scale)
-        data = source.read(linear.data) if _has_zero(value) else np.zeros((0, 0), np.uint8)
+        has_zero = (host.scales_to_float(value) == 0).any()
+        data = source.read(linear.data) if has_zero else np.zeros((0, 0), np.uint8)
         host.check_scales(value, source.tensors[linear.scale].where(), data, kind, pow2=source.scheme.pow2)
         return host.scales_to_float(value) if to_f32 else value.view(stored)
 

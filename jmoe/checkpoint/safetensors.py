@@ -112,7 +112,7 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict:
     return out
 
 
-def parse_json(raw: bytes, what: str) -> dict:
+def parse_json(raw: bytes | bytearray, what: str) -> dict:
     """A JSON object without duplicate names; anything else is a CheckpointError that names `what`."""
 
     def refuse(constant: str):
@@ -138,7 +138,7 @@ def read_json(path: str | Path) -> dict:
         pread_exact(descriptor, memoryview(raw), 0, str(path))
     finally:
         os.close(descriptor)
-    return parse_json(bytes(raw), str(path))
+    return parse_json(raw, str(path))
 
 
 def _is_count(value) -> bool:
@@ -182,9 +182,15 @@ def parse_header(path: str, descriptor: int) -> tuple[dict[str, TensorInfo], dic
             f"{path}: says that its header has {length} bytes; the file has {size} and a header at most {MAX_HEADER}. "
             "It was truncated or is not a safetensors file."
         )
+    ends = bytearray(2)  # a wrong length mostly shows here, before anything of that size is read
+    pread_exact(descriptor, memoryview(ends)[:1], 8, path)
+    pread_exact(descriptor, memoryview(ends)[1:], 7 + length, path)
+    if not ends.startswith(b"{") or not ends.endswith((b"}", b" ")):
+        raise CheckpointError(f"{path}: header: is not valid JSON (it does not begin and end as an object, or is cut).")
     raw = bytearray(length)
     pread_exact(descriptor, memoryview(raw), 8, path)
-    header = parse_json(bytes(raw), f"{path}: header")
+    header = parse_json(raw, f"{path}: header")
+    del raw
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{path}: '__metadata__' must map names to strings.")

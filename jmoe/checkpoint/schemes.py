@@ -236,13 +236,14 @@ def scheme_from_config(config: Mapping, hf_quant: Mapping | None, folder: str) -
 def kind_from_tensors(tensors: Mapping[str, TensorInfo], folder: str) -> tuple[Kind | None, str]:
     """(the scheme that names and types say, the key that says so)."""
     for key, info in tensors.items():
+        if info.dtype == "I32" and key.endswith("_packed"):
+            raise CheckpointError(f"{info.where()}: packed integers (INT4) are not supported; {_HOW}")
+    for key in tensors:
         if key.endswith(("_scales", "_blocks")):
             return KINDS["mxfp4"], key
         if key.endswith(("weight_scale_2", "_weight_scale_2")):
             return KINDS["nvfp4_modelopt"], key
         if key.endswith(("weight_packed", "weight_global_scale", "_proj_packed")):
-            if info.dtype == "I32":
-                raise CheckpointError(f"{info.where()}: packed integers (INT4) are not supported; {_HOW}")
             return KINDS["nvfp4_ct"], key
     for key, info in tensors.items():
         if info.dtype == "F8_E4M3" and not key.endswith("_scale"):
