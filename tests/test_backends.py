@@ -42,8 +42,9 @@ def name_of(case):
 
 @functools.partial(jax.jit, static_argnames="wire")
 def as_sent(x, wire):
-    """The rows as one device would make them: quantised, or cast."""
-    return quantize(x, wire) if wire in FORMATS else x.astype(wire)
+    """The rows as one device would make them, quantised or cast; and the float32 values they stand for."""
+    sent = quantize(x, wire) if wire in FORMATS else x.astype(wire)
+    return sent, decode_rows(sent, jnp.float32)
 
 
 def check_received(case, x, ids, weights, got, dropped):
@@ -69,7 +70,7 @@ def check_received(case, x, ids, weights, got, dropped):
             tokens.append(source * case.tokens + token)
     np.testing.assert_array_equal(np.asarray(got.ids).reshape(want_ids.shape), want_ids)
     np.testing.assert_array_equal(np.asarray(got.weights).reshape(want_ids.shape), want_weights)
-    whole = jax.tree.leaves(as_sent(x, case.wire))
+    whole = jax.tree.leaves(as_sent(x, case.wire)[0])
     for sent, arrived in zip(whole, jax.tree.leaves(got.x), strict=True):
         np.testing.assert_array_equal(as_bytes(arrived)[places], as_bytes(sent)[tokens])
     real = (want_ids >= 0).any(-1).reshape(-1, case.num_ranks, ex.capacity).sum(-1)
@@ -80,11 +81,10 @@ def check_received(case, x, ids, weights, got, dropped):
 
 def dense(x, ids, weights, gains, case):
     """float32 reference on one device, from the tokens as they arrive."""
-    if case.layout.format:
-        x = decode_rows(as_sent(x, case.wire), jnp.float32)
+    _, x = as_sent(x, case.wire)
     physical = physical_of(case, ids).reshape(-1, K)
     factor = np.where(physical >= 0, np.asarray(weights) * np.asarray(gains)[np.maximum(physical, 0)], 0).sum(1)
-    return np.asarray(x.astype(jnp.float32)) * factor[:, None]
+    return np.asarray(x) * factor[:, None]
 
 
 def error(a, b):
