@@ -32,11 +32,14 @@ class Engine:
     reduce(y, weights, plan, exchange, out_dtype) -> [T, D]: what `combine` returns for unquantised rows y [N, D]: the
         sum over ranks in rank order (weights None), or of weights [T, K] times rows in order of k (batched); f32
         inside.
+    push_encoding(x [T, D], ids, weights, plan, exchange, layout): `push` of the packed rows, quantised and packed on
+        the way, with the same bytes; None where it cannot do that for these rows and this layout.
     """
 
     name: str
     push: Callable[[jax.Array, Plan, Exchange], tuple[jax.Array, jax.Array]]
     reduce: Callable[[jax.Array, jax.Array | None, Plan, Exchange, jnp.dtype], jax.Array]
+    push_encoding: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

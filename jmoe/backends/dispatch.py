@@ -61,10 +61,15 @@ def start(
     global_scale: jax.Array | None = None,
 ) -> InFlight:
     """Quantise where the layout says so, pack, and send. Arguments as for `dispatch_payload`."""
+    engine = exchange.engine if backend.kernel_slot else None
+    if engine is not None and engine.push_encoding is not None:
+        sent = engine.push_encoding(x, ids, weights, plan, exchange, layout)
+        if sent is not None:
+            return InFlight(sent[0].reshape(-1, layout.row_bytes), sent[1], None)
     payload, global_scale = encode_rows(x, layout, axis_name=exchange.axis_name, global_scale=global_scale)
     rows = pack(payload, ids, weights, layout)
-    if exchange.engine is not None and backend.kernel_slot:
-        received, counts = exchange.engine.push(rows, plan, exchange)
+    if engine is not None:
+        received, counts = engine.push(rows, plan, exchange)
     else:
         received, counts = backend.send(rows, plan, exchange, fill=jnp.asarray(layout.empty_row())), None
     return InFlight(received.reshape(-1, layout.row_bytes), counts, global_scale)

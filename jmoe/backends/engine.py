@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jmoe.caps import DeviceCaps
+from jmoe.payload import RowLayout, to_bytes
 from jmoe.plan import Plan
+from pallas_kernels.quantize import QTensor
 
 from .base import Engine, Exchange
 
@@ -76,6 +78,41 @@ def push(rows: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, ja
     return out[..., :width], counts
 
 
+def push_encoding(
+    x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, plan: Plan, exchange: Exchange, layout: RowLayout
+) -> tuple[jax.Array, jax.Array] | None:
+    """Quantises rows [T, D] in the kernel that sends them; see `Engine.push_encoding`."""
+    from pallas_kernels.all_to_all import mosaic_push_quantized
+
+    fmt = layout.format
+    if isinstance(x, QTensor) or fmt is None or layout.columns != layout.hidden or x.size == 0:
+        return None
+    if mosaic_push_quantized.reason_not(x.shape, x.dtype, fmt):
+        return None
+    row = mosaic_push_quantized.PackedRow(
+        layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes
+    )
+    tail = jnp.concatenate([to_bytes(ids.astype(jnp.int32)), to_bytes(weights.astype(jnp.float32))], axis=1)
+    before = layout.ids_offset - row.tail_start
+    tail = jnp.pad(tail, ((0, 0), (before, layout.row_bytes - layout.ids_offset - tail.shape[1])))
+    assert exchange.axis_name is not None
+    batched = plan.form == "batched"
+    received, counts = mosaic_push_quantized.push_quantized(
+        x,
+        tail,
+        plan.slot,
+        plan.counts,
+        fmt=fmt,
+        layout=row,
+        axis_name=exchange.axis_name,
+        capacity=exchange.capacity,
+        target=plan.target if batched else None,
+        num_ranks=exchange.num_ranks,
+        num_local=exchange.num_local if batched else 1,
+    )
+    return received if batched else received.reshape(-1, layout.row_bytes), counts
+
+
 def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array:
     """Experts' rows y [N, D] added up at their owners, [T, D]; see `Engine.reduce`."""
     from pallas_kernels.all_to_all import mosaic_combine
@@ -107,4 +144,4 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
     return out[:, :width]
 
 
-ENGINE = Engine("remote-write", push, reduce)
+ENGINE = Engine("remote-write", push, reduce, push_encoding)

@@ -98,6 +98,22 @@ def standard_places(axis_name: str, num_ranks: int, capacity: int):
     return places
 
 
+def batched_places(axis_name: str, num_ranks: int, num_local: int, capacity: int):
+    """A function (token, target_ref [T, K], slot_ref [T, K]) -> [(peer, row of its result or -1)]."""
+
+    def places(token, target_ref, slot_ref):
+        me = lax.axis_index(axis_name)
+        found = []
+        for k in range(target_ref.shape[1]):
+            expert, place = jnp.maximum(target_ref[token, k], int32(0)), slot_ref[token, k]
+            peer = lax.div(expert, int32(num_local))
+            row = ((expert - peer * int32(num_local)) * int32(num_ranks) + me) * int32(capacity) + place
+            found.append((peer, jnp.where(place >= 0, row, int32(-1))))
+        return found
+
+    return places
+
+
 def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_local: int, blocks: int) -> None:
     """Stores counts [R * E_loc] of this rank at its place in every rank's result; each block sends a few of them."""
     me = lax.axis_index(axis_name)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_common import (
     Schedule,
+    batched_places,
     completion,
     int32,
     kernel_params,
@@ -69,17 +70,7 @@ def push_batched(
     [T, K], -1 where nothing is sent. counts: int32 [R * E_loc], rows that go to each expert.
     Returns (received [E_loc, R * C, W], received counts int32 [E_loc, R]); rows beyond the counts are not written.
     """
-
-    def places(token, target_ref, slot_ref):
-        me = lax.axis_index(axis_name)
-        found = []
-        for k in range(target.shape[1]):
-            expert, place = jnp.maximum(target_ref[token, k], int32(0)), slot_ref[token, k]
-            peer = lax.div(expert, int32(num_local))
-            row = ((expert - peer * int32(num_local)) * int32(num_ranks) + me) * int32(capacity) + place
-            found.append((peer, jnp.where(place >= 0, row, int32(-1))))
-        return found
-
+    places = batched_places(axis_name, num_ranks, num_local, capacity)
     total = num_local * num_ranks * capacity
     out, out_counts = _push(rows, (target, slot), counts, places, axis_name, num_ranks, num_local, total, schedule)
     return out.reshape(num_local, num_ranks * capacity, rows.shape[1]), out_counts.reshape(num_ranks, num_local).T

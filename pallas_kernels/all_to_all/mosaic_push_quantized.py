@@ -24,7 +24,16 @@ from jaxlib.mlir.dialects import llvm, vector
 from pallas_kernels.quantize.formats import BlockFormat, get_format
 
 from . import mosaic_encode as encode
-from .mosaic_common import SHARED_MEMORY, Schedule, completion, int32, kernel_params, send_counts, standard_places
+from .mosaic_common import (
+    SHARED_MEMORY,
+    Schedule,
+    batched_places,
+    completion,
+    int32,
+    kernel_params,
+    send_counts,
+    standard_places,
+)
 
 LANES = 128  # threads of a warpgroup; each quantises one block at a time
 FORMATS = ("mxfp8", "mxfp8_floor", "nvfp4_token")
@@ -67,6 +76,9 @@ def push_quantized(
     layout: PackedRow,
     axis_name: str,
     capacity: int,
+    target: jax.Array | None = None,
+    num_ranks: int | None = None,
+    num_local: int = 1,
     warpgroups: int = 3,
     schedule: Schedule | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -74,14 +86,21 @@ def push_quantized(
 
     x: bf16 [T, D]. tail: uint8 [T, row_bytes - layout.tail_start], what follows the scales in each row (ids, weights);
     bytes in front of `layout.tail_offset` are overwritten. slot: int32 [T, R]. counts: int32 [R]. Returns (uint8
-    [R, C, row_bytes], received counts int32 [R]) as `push_rows` does. Raises ValueError for what `reason_not` names.
+    [R, C, row_bytes], received counts int32 [R]) as `push_rows` does.
+    Batched form: target int32 [T, K] with slot [T, K], counts [R * E_loc], num_ranks R and num_local E_loc, and results
+    as `push_batched` gives them. Raises ValueError for what `reason_not` names.
     """
     fmt = get_format(fmt)
     reason = reason_not(x.shape, x.dtype, fmt)
     if reason:
         raise ValueError(f"push_quantized: {reason}. Quantise first and use push_rows.")
     tokens, width = x.shape
-    num_ranks = slot.shape[1]
+    if target is None:
+        num_ranks = slot.shape[1]
+        tables, places = (slot,), standard_places(axis_name, num_ranks, capacity)
+    else:
+        assert num_ranks is not None
+        tables, places = (target, slot), batched_places(axis_name, num_ranks, num_local, capacity)
     blocks_per_row = width // fmt.block
     data_bytes = fmt.data_bytes(width)
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
@@ -100,7 +119,6 @@ def push_quantized(
         vector_dim=-1,
     )
     scale_layout = lane_layout.reduce(1)
-    places = standard_places(axis_name, num_ranks, capacity)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
@@ -130,8 +148,9 @@ def push_quantized(
 
         return quotient(x)
 
-    def body(x_ref, tail_ref, slot_ref, counts_ref, out_ref, out_counts_ref, union, packed, full, empty):
-        rows, words = union
+    def body(x_ref, tail_ref, counts_ref, *refs):
+        table_refs = refs[: len(tables)]
+        out_ref, out_counts_ref, (rows, words), packed, full, empty = refs[len(tables) :]
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
         blocks = int32(schedule.blocks)
@@ -194,7 +213,7 @@ def push_quantized(
             def step(n, _):
                 i = first + n * int32(warpgroups)
                 stage = lax.rem(i, int32(stages))
-                found = places(block + i * blocks, slot_ref)
+                found = places(block + i * blocks, *table_refs)
                 plgpu.barrier_wait(full.at[stage])
                 quantize_row(stage)
                 plgpu.commit_smem()
@@ -218,7 +237,7 @@ def push_quantized(
 
             @pl.when(role == 1)
             def _():
-                send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, 1, schedule.blocks)
+                send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
 
             plgpu.wait_smem_to_gmem(0)
             completion(axis_name, num_ranks, schedule.blocks, signallers=warpgroups, waiter=role == 1)
@@ -226,8 +245,8 @@ def push_quantized(
     out, out_counts = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_ranks * capacity, row), jnp.uint8),
-            jax.ShapeDtypeStruct((num_ranks,), jnp.int32),
+            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, row), jnp.uint8),
+            jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
             plgpu.RefUnion(
@@ -239,8 +258,10 @@ def push_quantized(
             plgpu.Barrier(num_barriers=stages),
         ],
         **kernel_params(schedule, f"push_{fmt.name}", warpgroups=1 + warpgroups),
-    )(x.reshape(tokens, blocks_per_row, fmt.block), tail, slot, counts)
-    return out.reshape(num_ranks, capacity, row), out_counts
+    )(x.reshape(tokens, blocks_per_row, fmt.block), tail, counts, *tables)
+    if target is None:
+        return out.reshape(num_ranks, capacity, row), out_counts
+    return out.reshape(num_local, num_ranks * capacity, row), out_counts.reshape(num_ranks, num_local).T
 
 
 def _round_to_nearest_quotient(numerator: int, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:

@@ -2,8 +2,9 @@
 
 Letters: N rows of the operand, M rows of the output, W row width, R ranks, S slices for each peer.
 
-The slices are cut into chunks of at most `chunk_rows` rows; block b takes every num_blocks-th chunk of the whole list,
-whichever slice it belongs to, so one long slice is spread over all blocks and many empty ones cost almost nothing.
+Slices are cut into chunks of about 16 KiB. Chunk c of slice i belongs to block (i + c) mod num_blocks, so one long
+slice is spread over all blocks, many short ones too, and empty ones cost almost nothing. Blocks start at different
+peers: some copy this rank's own rows while others wait for the link.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ def ragged_push(
         def walk(visit):
             """Calls visit(count, peer, first row here, first row there, rows) for each chunk of this block."""
 
-            def entry(e, carry):
-                count, base = carry
+            def entry(e, count):
                 step = lax.div(e, int32(per_peer))
-                peer = lax.rem(me + int32(1) + step, int32(num_ranks))
+                peer = lax.rem(me + int32(1) + block + step, int32(num_ranks))
                 index = peer * int32(per_peer) + (e - step * int32(per_peer))
+                base = lax.rem(index, blocks)
                 rows = size_ref[index]
                 here, there = input_ref[index], output_ref[index]
                 chunks = lax.div(rows + int32(chunk - 1), int32(chunk))
@@ -72,10 +73,9 @@ def ragged_push(
                     visit(count, peer, here + start, there + start, jnp.minimum(rows - start, int32(chunk)))
                     return count + int32(1)
 
-                count = lax.fori_loop(int32(0), trips, one, count)
-                return count, lax.rem(base + chunks, blocks)
+                return lax.fori_loop(int32(0), trips, one, count)
 
-            return lax.fori_loop(int32(0), int32(num_ranks * per_peer), entry, (int32(0), int32(0)))[0]
+            lax.fori_loop(int32(0), int32(num_ranks * per_peer), entry, int32(0))
 
         def pieces(rows):
             """(size, offset, present) of the copies that make up a chunk of `rows` rows."""
