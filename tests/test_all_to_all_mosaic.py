@@ -185,3 +185,31 @@ def test_the_engine_says_which_devices_it_cannot_serve():
     assert "at most 8" in engine_reason(DeviceCaps("gpu", (9, 0), 16, "nvlink"))
     assert engine_reason(DeviceCaps("gpu", (9, 0), 2, "nvlink", kernels=False, kernels_reason="old")) == "old"
     assert remote_write_engine(DeviceCaps("cpu", None, 8, "host")) is None
+
+
+def test_ragged_all_to_all_names_what_its_kernel_cannot_do():
+    from pallas_kernels.all_to_all.api import kernel_reason
+
+    rows = jnp.zeros((4, 64), jnp.bfloat16)
+    if not compat.KERNELS_SUPPORTED:
+        assert "0.11" in kernel_reason(rows, "ep", 2)
+        return
+    assert kernel_reason(rows, "ep", 2) is None
+    assert kernel_reason(rows.reshape(4, 8, 8), "ep", 8) is None
+    assert "at most 8" in kernel_reason(rows, "ep", 16)
+    assert "one mesh axis" in kernel_reason(rows, ("a", "b"), 4)
+    assert "multiples of 16" in kernel_reason(rows[:, :9], "ep", 2)
+    assert "multiples of 16" in kernel_reason(jnp.zeros((4, 32), jnp.bool_), "ep", 2)
+
+
+@needs_kernels
+def test_ragged_all_to_all_takes_the_kernel_on_gpus_and_the_reference_here(rng):
+    from pallas_kernels.all_to_all import ragged_all_to_all
+
+    def exchange(x, *tables):
+        return ragged_all_to_all(x, jnp.zeros_like(x), *tables, axis_name="ep")
+
+    shapes = [((6, 8, 8), jnp.bfloat16)] + [((2,), jnp.int32)] * 4
+    text = lowered(2, exchange, *shapes)
+    assert "mosaic_gpu" in text and "ragged_all_to_all" in text
+    assert "mosaic_gpu" not in lowered(2, exchange, ((6, 9), jnp.bfloat16), *shapes[1:])

@@ -7,6 +7,7 @@ i // (S / R), so a rank may send several slices to each peer, for example one fo
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -16,8 +17,11 @@ from jax import lax
 
 from .reference import ragged_all_to_all_reference
 
-Implementation = Literal["reference", "lax"]
-IMPLEMENTATIONS: tuple[str, ...] = ("reference", "lax")
+Implementation = Literal["reference", "lax", "mosaic"]
+IMPLEMENTATIONS: tuple[str, ...] = ("reference", "lax", "mosaic")
+MAX_RANKS = 8  # GPUs of one process whose memory XLA maps for a kernel
+MAX_ROW_BYTES = 100 * 1024  # two rows must fit in a block's shared memory
+_NARROW = (jnp.bool_, jnp.float4_e2m1fn, jnp.int4, jnp.uint4)
 
 
 def ragged_all_to_all(
@@ -41,8 +45,9 @@ def ragged_all_to_all(
       output_offsets: int [S], where the slice starts in the *receiver's* output.
       recv_sizes: int [S], rows of the slices that arrive here, ordered by source; the all_to_all of send_sizes.
       axis_name: the mesh axis (or axes) to exchange over, inside shard_map. axis_index_groups: must be None.
-      implementation: "lax" (XLA's operation; not on CPU), "reference" (all-gather and a masked gather), or None: lax's
-        on accelerators, the reference on CPU.
+      implementation: "lax" (XLA's operation; not on CPU), "reference" (all-gather and a masked gather), "mosaic"
+        (remote writes between the GPUs of one process), or None: the reference on CPU, and on GPUs the kernel where
+        `kernel_reason` names no obstacle, else lax's.
     Returns:
       [M, ...]. Slices must not overlap in an output. Differentiable in operand and output; slices of operand that
       overlap may be sent but not differentiated (their cotangents would have to be added).
@@ -60,6 +65,44 @@ def ragged_all_to_all(
     _check(operand, output, (input_offsets, send_sizes, output_offsets, recv_sizes))
     tables = tuple(t.astype(jnp.int32) for t in (input_offsets, send_sizes, output_offsets, recv_sizes))
     return _exchange(axis_name, implementation, operand.shape[0], operand, output, *tables)
+
+
+def kernel_reason(operand: jax.Array, axis_name, num_ranks: int) -> str | None:
+    """Why the remote-write kernel cannot exchange rows like `operand`; None where it can."""
+    if tuple(int(p) for p in jax.__version__.split(".")[:2]) < (0, 11):
+        return f"it needs JAX 0.11 or newer, this is {jax.__version__}"
+    if jax.process_count() > 1:
+        return "it reaches the GPUs of one process only, and there are several processes"
+    capability = getattr(jax.devices()[0], "compute_capability", None)  # None where there is no GPU
+    if capability is not None and float(capability) < 9:
+        return f"it needs GPUs of compute capability 9.0 or newer, these have {capability}"
+    if not isinstance(axis_name, str):
+        return f"it exchanges over one mesh axis, not over {axis_name}"
+    if num_ranks > MAX_RANKS:
+        return f"it serves at most {MAX_RANKS} ranks, the axis has {num_ranks}"
+    row_bytes = math.prod(operand.shape[1:]) * operand.dtype.itemsize
+    if row_bytes == 0 or row_bytes % 16 or row_bytes > MAX_ROW_BYTES or operand.dtype in _NARROW:
+        return f"rows of {row_bytes} bytes of {operand.dtype}: it takes multiples of 16 up to {MAX_ROW_BYTES}"
+    return None
+
+
+def _kernel(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    from . import mosaic_ragged
+
+    del recv_sizes
+    if operand.shape[0] == 0 or output.shape[0] == 0:
+        return output
+    rows, into = operand.reshape(operand.shape[0], -1), output.reshape(output.shape[0], -1)
+    out = mosaic_ragged.ragged_push(
+        rows,
+        into,
+        input_offsets,
+        send_sizes,
+        output_offsets,
+        axis_name=axis_name,
+        num_ranks=lax.axis_size(axis_name),
+    )
+    return out.reshape(output.shape)
 
 
 def _check(operand, output, tables) -> None:
@@ -88,9 +131,16 @@ def _run(axis_name, implementation, operand, output, *tables):
         )
     reference = functools.partial(ragged_all_to_all_reference, axis_name=axis_name)
     xla = functools.partial(lax.ragged_all_to_all, axis_name=axis_name)
+    kernel = functools.partial(_kernel, axis_name=axis_name)
+    reason = kernel_reason(operand, axis_name, num_ranks)
+    if implementation == "mosaic" and reason is not None:
+        raise ValueError(
+            f'implementation="mosaic" of ragged_all_to_all cannot serve this: {reason}. Use None or "lax".'
+        )
     if implementation is not None:
-        return (reference if implementation == "reference" else xla)(operand, output, *tables)
-    return lax.platform_dependent(operand, output, *tables, cpu=reference, default=xla)
+        return {"reference": reference, "lax": xla, "mosaic": kernel}[implementation](operand, output, *tables)
+    gpu = xla if reason else kernel
+    return lax.platform_dependent(operand, output, *tables, cpu=reference, cuda=gpu, default=xla)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
