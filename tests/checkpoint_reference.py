@@ -138,3 +138,32 @@ def reconfigure(folder, change):
 def bits(tree):
     """Every leaf's type, shape and bytes, to compare trees bit for bit."""
     return [(str(a.dtype), a.shape, np.asarray(a).tobytes()) for a in jax.tree.leaves(tree)]
+
+
+def tiny(rng, *, d=32, f=32, experts=4, layers=1, dtype=np.float32, scale=0.1):
+    """(config, tensors) of a small Qwen3-MoE model in memory."""
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_size": d,
+        "moe_intermediate_size": f,
+        "intermediate_size": f,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "vocab_size": 16,
+    }
+    shapes = {"model.embed_tokens.weight": (16, d), "lm_head.weight": (16, d), "model.norm.weight": (d,)}
+    for i in range(layers):
+        at, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        shapes |= {f"{at}.q_proj.weight": (16, d), f"{at}.k_proj.weight": (8, d), f"{at}.v_proj.weight": (8, d)}
+        shapes |= {f"{at}.o_proj.weight": (d, 16), f"{at}.q_norm.weight": (8,), f"{at}.k_norm.weight": (8,)}
+        shapes |= {f"model.layers.{i}.{n}_layernorm.weight": (d,) for n in ("input", "post_attention")}
+        shapes[f"{mlp}.gate.weight"] = (experts, d)
+        for e in range(experts):
+            shapes |= {f"{mlp}.experts.{e}.{n}_proj.weight": (f, d) for n in ("gate", "up")}
+            shapes[f"{mlp}.experts.{e}.down_proj.weight"] = (d, f)
+    return config, {k: (rng.standard_normal(s) * scale).astype(dtype) for k, s in shapes.items()}

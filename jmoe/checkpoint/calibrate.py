@@ -15,7 +15,7 @@ from jax import lax
 from jmoe.config import MoEConfig
 from jmoe.experts import gated_activation
 from jmoe.params import MoEParams
-from jmoe.router import route
+from jmoe.router import route, router_logits
 from pallas_kernels.quantize import QTensor, dequantize
 
 TOP = 448 * 6  # what the largest magnitude of an NVFP4 tensor is mapped to, before its block scales
@@ -27,10 +27,8 @@ def _float(w, dtype=jnp.float32):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _maxima(params: MoEParams, x: jax.Array, slots: jax.Array, *, config: MoEConfig):
+    logits = router_logits(x, params.router, params.router_bias)
     x = x.astype(jnp.float32)
-    logits = x @ params.router.astype(jnp.float32).T
-    if params.router_bias is not None:
-        logits = logits + params.router_bias.astype(jnp.float32)
     ids = route(
         logits, config.router, top_k=config.num_experts_per_tok, correction_bias=params.correction_bias
     ).ids  # [T, K]
@@ -40,7 +38,7 @@ def _maxima(params: MoEParams, x: jax.Array, slots: jax.Array, *, config: MoECon
         gate_up, bias, expert = arguments
         hidden = jnp.einsum("td,hfd->htf", x, _float(gate_up))
         if bias is not None:
-            hidden = hidden + bias.astype(jnp.float32)[:, None, :]
+            hidden = hidden + bias.astype(jnp.float32)[:, None, :]  # [2, T, F]
         hidden = gated_activation(hidden[0], hidden[1], config)  # [T, F]
         mine = jnp.any(ids == expert, axis=1)[:, None]
         return jnp.max(jnp.where(mine & jnp.isfinite(hidden), jnp.abs(hidden), 0))

@@ -310,12 +310,12 @@ def plan_moe_layer(
     placement: Placement | None = None,
     dtype: np.dtype | None = None,
     dequantize: np.dtype | None = None,
-    dequantize_shared: np.dtype | None = None,
+    dequantize_shared: np.dtype | Literal["same"] | None = "same",
     static_scales: StaticScales = "uniform",
 ) -> MoEParams:
     """One layer's parameters as a tree of `Leaf`: nothing is read yet. Arguments as `load_moe_layer`.
 
-    dequantize_shared: a type to decode the shared expert to, where the routed ones stay as they are.
+    dequantize_shared: what happens to the shared expert, if not the same as to the routed ones.
     """
     blocks = source.catalog.blocks
     if layer not in blocks:
@@ -344,7 +344,7 @@ def plan_moe_layer(
         bias[1] = stacked(
             (len(slots), d), kept, slots, lambda e, index: source.read(names[1], (slice(e, e + 1), *index))[0]
         )
-    shared = block.shared
+    shared, shared_type = block.shared, dequantize if dequantize_shared == "same" else dequantize_shared
     static = (None, None) if dequantize is not None else _static_scales(source, block, slots, static_scales)
     return MoEParams(
         router=param(source, block.router, dtype),
@@ -358,8 +358,8 @@ def plan_moe_layer(
             input_scale=static[0],
             intermediate_scale=static[1],
         ),
-        shared_gate_up=_shared(source, shared[:2], dtype, dequantize or dequantize_shared) if shared else None,
-        shared_down=_shared(source, shared[2:], dtype, dequantize or dequantize_shared) if shared else None,
+        shared_gate_up=_shared(source, shared[:2], dtype, shared_type) if shared else None,
+        shared_down=_shared(source, shared[2:], dtype, shared_type) if shared else None,
     )
 
 

@@ -28,7 +28,7 @@ from .families import Family, family_of
 from .families.base import layers as num_layers
 from .folder import CONFIG, HF_QUANT, INDEX, PROGRESS, Checkpoint
 from .leaves import materialize
-from .online import load_online
+from .online import load_online, resolve_quant
 from .plan import as_dtype, plan_moe_layer, plan_rest
 from .progress import progress_bar
 from .safetensors import SafetensorsFile, write_safetensors
@@ -220,6 +220,8 @@ def quantize_folder(
         check_target(ckpt.family, target)
         num_experts = ckpt.moe_config.num_experts
         bf16 = as_dtype("bfloat16")
+        if contract is not None:
+            resolve_quant(contract, ckpt.scheme.name)  # refuses before anything is written
 
         def layer_tensors(i: int):
             if i not in ckpt.catalog.blocks:

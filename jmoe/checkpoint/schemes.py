@@ -264,11 +264,9 @@ def _fp8_kind(tensors: Mapping[str, TensorInfo], key: str, info: TensorInfo) -> 
             continue
         if scale.shape in ((), (1,)):
             raise CheckpointError(f"{scale.where()}: FP8 with one scale for the whole weight is not supported; {_HOW}")
-        if scale.dtype in _E8M0 and scale.shape[-1] == -(-info.shape[-1] // 32) and info.shape[-1] > 32:
-            return KINDS["mxfp8"]
-        if scale.dtype in ("F32", "BF16") or scale.shape[-1] == -(-info.shape[-1] // 128):
-            return KINDS["fp8_block"]
-        return KINDS["mxfp8"]
+        out, inner = info.shape[-2:]
+        blocks = scale.shape[-2:] == (-(-out // 128), -(-inner // 128)) and scale.shape[-2:] != (out, -(-inner // 32))
+        return KINDS["fp8_block" if scale.dtype not in _E8M0 or blocks else "mxfp8"]
     return None
 
 
