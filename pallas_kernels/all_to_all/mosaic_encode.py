@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_kernels.quantize.exact import INF, exact_div
 from pallas_kernels.quantize.formats import BlockFormat
-from pallas_kernels.quantize.reference import MAX_ENCODE, SATURATE
+from pallas_kernels.quantize.reference import MAX_ENCODE, SATURATE_EXPONENT
 
 _BF16_INF = np.int32(INF >> 16)
 i32, f32 = np.int32, np.float32
@@ -121,8 +121,8 @@ def nvfp4_blocks(words, amax, power, encode_sixth, decode, divide=exact_quotient
     s_code = e4m3_bits(jnp.minimum(shifted * encode_sixth, f32(448))).astype(jnp.int32)
     zero = s_code == i32(0)
     scale = jnp.where(zero, f32(1), e4m3_value(s_code) * decode)
-    inverse = _across(jnp.where(zero, f32(SATURATE), divide(1, scale)), words)
-    power = _across(power, words)
+    inverse = _across(jnp.where(zero, f32(1), divide(1, scale)), words)
+    power = _across(jnp.where(zero, f32(2.0**SATURATE_EXPONENT), power), words)
     low, high = lax.shift_left(words, i32(16)), words & i32(-65536)
     packed = e2m1_bits(_float(low) * power * inverse, low)
     packed = packed | lax.shift_left(e2m1_bits(_float(high) * power * inverse, high), i32(4))
