@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -50,8 +50,8 @@ class DeviceCaps:
             raise ValueError(f"num_devices={self.num_devices} must be at least 1.")
 
     @classmethod
-    def detect(cls, devices: Sequence[jax.Device] | None = None) -> DeviceCaps:
-        """The capabilities of `devices` (default: all of them)."""
+    def detect(cls, devices: Sequence[Any] | None = None) -> DeviceCaps:
+        """The capabilities of `devices` (JAX devices; default: all of them)."""
         devices = list(jax.devices() if devices is None else devices)
         first = devices[0]
         return cls(
@@ -88,8 +88,8 @@ def parse_capability(text: object) -> tuple[int, int] | None:
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdigit() for p in parts) else None
 
 
-def detect_link(devices: Sequence[jax.Device]) -> Link:
-    """How `devices` reach each other."""
+def detect_link(devices: Sequence[Any]) -> Link:
+    """How JAX devices reach each other."""
     if len(devices) == 1:
         return "local"
     if len({d.process_index for d in devices}) > 1:

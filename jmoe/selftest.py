@@ -29,17 +29,17 @@ class Result:
     detail: str
 
 
-def self_test(cases=CASES, step: Callable[[str], None] = lambda _: None) -> list[Result]:
-    """Run the layer over all devices (at most 8), in each case. Never raises: what goes wrong is in the results.
+def self_test(cases=CASES, step: Callable[[str], None] = lambda _: None, *, max_devices: int = 8) -> list[Result]:
+    """Run the layer over this machine's devices, in each case. Never raises: what goes wrong is in the results.
 
-    step: called with each case's name before it runs.
+    step: called with each case's name before it runs. max_devices: use no more ranks than this.
     """
     results = []
     for name, activations, floor, ceiling in cases:
         step(name)
         start = time.perf_counter()
         try:
-            sqnr, detail = _run(activations)
+            sqnr, detail = _run(activations, max_devices)
             ok = sqnr >= floor and (ceiling is None or sqnr <= ceiling)
             if not ok:
                 limit = f"at least {floor:.0f}" if sqnr < floor else f"at most {ceiling:.0f}"
@@ -53,7 +53,7 @@ def self_test(cases=CASES, step: Callable[[str], None] = lambda _: None) -> list
     return results
 
 
-def _run(activations: str | None) -> tuple[float, str]:
+def _run(activations: str | None, max_devices: int) -> tuple[float, str]:
     import jax
     import jax.numpy as jnp
 
@@ -63,7 +63,7 @@ def _run(activations: str | None) -> tuple[float, str]:
     from .params import init_params
 
     dtype = "bfloat16"
-    devices = jax.devices()[: min(8, len(jax.devices()))]
+    devices = jax.devices()[:max_devices]
     ranks = len(devices)
     experts = 2 * ranks if ranks > 2 else 8
     config = MoEConfig(256, 128, experts, 2, dtype=dtype, quant=QuantConfig(activations=activations))

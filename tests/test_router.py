@@ -68,6 +68,9 @@ def route(logits, config, top_k, correction_bias=None, valid=None):
     return router.route(logits, config, top_k=top_k, correction_bias=correction_bias, valid=valid)
 
 
+statistics = jax.jit(router.router_stats, static_argnames="config")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ids_and_weights_are_those_of_the_formulas(name, rng):
     config = CONFIGS[name]
@@ -148,7 +151,7 @@ def test_invalid_tokens_have_no_expert_no_weight_and_no_gradient(rng):
     np.testing.assert_array_equal(got.weights, np.where(valid[:, None], whole.weights, 0))
 
     def loss(v):
-        stats = router.router_stats(v, route(v, RouterConfig(), K, valid=valid).ids, RouterConfig(), valid=valid)
+        stats = statistics(v, route(v, RouterConfig(), K, valid=valid).ids, RouterConfig(), valid=valid)
         weights = route(v, RouterConfig(), K, valid=valid).weights
         return (weights**2).sum() + router.load_balance_loss(stats) + router.z_loss(stats)
 
@@ -159,7 +162,7 @@ def test_invalid_tokens_have_no_expert_no_weight_and_no_gradient(rng):
 def test_no_tokens_is_an_ordinary_case():
     got = route(jnp.zeros((0, E)), deepseek(), K, jnp.zeros(E))
     chex.assert_shape([got.ids, got.weights], (0, K))
-    stats = router.router_stats(jnp.zeros((0, E)), got.ids, deepseek())
+    stats = statistics(jnp.zeros((0, E)), got.ids, deepseek())
     assert router.load_balance_loss(stats) == 0 and router.z_loss(stats) == 0
 
 
@@ -207,7 +210,7 @@ def test_the_losses_are_those_of_the_papers(rng):
     logits = rng.normal(size=(T, E)).astype(np.float32)
     for config in (RouterConfig(), RouterConfig(score="sigmoid")):
         ids = np.asarray(route(logits, config, K).ids)
-        stats = router.router_stats(jnp.asarray(logits), jnp.asarray(ids), config)
+        stats = statistics(jnp.asarray(logits), jnp.asarray(ids), config)
         wide = logits.astype(np.float64)
         score = np.exp(wide) if config.score == "softmax" else 1 / (1 + np.exp(-wide))
         p = (score / score.sum(1, keepdims=True)).mean(0)
@@ -217,11 +220,9 @@ def test_the_losses_are_those_of_the_papers(rng):
 
 
 def test_the_balance_loss_is_one_when_balanced_and_e_when_collapsed():
-    balanced = router.router_stats(jnp.zeros((E, E)), jnp.arange(E, dtype=jnp.int32)[:, None], RouterConfig())
+    balanced = statistics(jnp.zeros((E, E)), jnp.arange(E, dtype=jnp.int32)[:, None], RouterConfig())
     np.testing.assert_allclose(router.load_balance_loss(balanced), 1.0, rtol=1e-6)
-    collapsed = router.router_stats(
-        jnp.zeros((E, E)).at[:, 3].set(100.0), jnp.full((E, 1), 3, jnp.int32), RouterConfig()
-    )
+    collapsed = statistics(jnp.zeros((E, E)).at[:, 3].set(100.0), jnp.full((E, 1), 3, jnp.int32), RouterConfig())
     np.testing.assert_allclose(router.load_balance_loss(collapsed), float(E), rtol=1e-6)
 
 
@@ -230,6 +231,7 @@ def test_statistics_of_shards_add_up_to_those_of_the_whole(rng):
     valid = jnp.asarray(rng.random(32) < 0.7)
     config = RouterConfig()
 
+    @jax.jit
     def stats(v, m):
         return router.router_stats(v, route(v, config, K, valid=m).ids, config, valid=m)
 

@@ -111,6 +111,9 @@ def lines(
             ax.axhline(level, ls=":", color="black", lw=1)
             ax.annotate(name, (0.01, level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
         ax.set_xscale("log", base=2)
+        xs = sorted({r.parameters[x] for r in group})
+        ax.set_xticks(xs, [f"{v:g}" if v < 10_000 else f"{v / 1024:g}k" for v in xs], fontsize=9)
+        ax.minorticks_off()
         ax.set_xlabel(x_label)
         ax.set_ylabel(f"{unit}  ({'less' if group[0].lower_is_better else 'more'} is better)")
         if log_y:

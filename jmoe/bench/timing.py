@@ -161,7 +161,7 @@ def num_sets(nbytes: int, *, at_most: int = 16) -> int:
     return int(min(max(2, -(-2 * L2_BYTES // max(nbytes, 1))), at_most))
 
 
-def copy_bandwidth(nbytes: int | None = None, *, device: jax.Device | None = None) -> float:
+def copy_bandwidth(nbytes: int | None = None, *, device: Any = None) -> float:
     """GB/s, read plus written, of a pass over `nbytes` on one device (default 256 MiB on a GPU, 1 MiB elsewhere)."""
     device = device or jax.local_devices()[0]
     if nbytes is None:

@@ -74,7 +74,7 @@ def resolve_contract(
             f"Quantisation scheme {name!r} makes no contract about activations; choose one of {', '.join(known)}."
         )
     kind = family(fmt)
-    scale = {"nvfp4_token": "token", "nvfp4": "static"}.get(kind, "none")
+    scale = "token" if kind == "nvfp4_token" else "static" if kind == "nvfp4" else "none"
     return Contract(fmt, scale, 1.0 if scale == "static" else None, not serialized)
 
 
