@@ -48,7 +48,7 @@ def test_sqnr_in_decibels():
 
 
 def test_a_qtensor_is_a_pytree_whose_format_is_static():
-    q = formats.quantize(jnp.ones((2, 64), jnp.bfloat16), "nvfp4_token")
+    q = jax.jit(lambda x: formats.quantize(x, "nvfp4_token"))(jnp.ones((2, 64), jnp.bfloat16))
     leaves, tree = jax.tree.flatten(q)
     assert len(leaves) == 3 and jax.tree.unflatten(tree, leaves).format is q.format
     assert q.nbytes == 2 * 32 + 2 * 4 + 2 * 4 and q.ndim == 2
@@ -57,9 +57,7 @@ def test_a_qtensor_is_a_pytree_whose_format_is_static():
 DIVIDE = jax.jit(exact.exact_div)
 SCALE = jax.jit(lambda x, n: exact.scale_pow2(exact.f32_bits(x), n))
 ROUND_TRIPS = {
-    name: jax.jit(
-        lambda x, name=name: (formats.quantize(x, name), formats.dequantize(formats.quantize(x, name), jnp.float32))
-    )
+    name: jax.jit(lambda x, name=name: formats.dequantize(formats.quantize(x, name), jnp.float32))
     for name in ("mxfp8", "mxfp4", "nvfp4_token", "nvfp4_token_4o6", "fp8_128")
 }
 positive = st.floats(2.0**-60, 2.0**60, width=32)
@@ -96,8 +94,7 @@ def test_scaling_by_a_power_of_two_is_exact_for_every_bit_pattern(bits, n):
 )
 def test_every_value_is_within_half_a_step_of_its_block(x, name):
     """|x^ - x| <= amax * (half the largest step of the element type, with what the rounding of the scale adds)."""
-    q, y = ROUND_TRIPS[name](x)
-    fmt = q.format
+    y, fmt = ROUND_TRIPS[name](x), formats.FORMATS[name]
     block = np.abs(x).reshape(2, -1, fmt.block).max(-1)
     bound = {"e4m3": 1 / 14, "e2m1": 1 / 3}[fmt.element]
     error = np.abs(np.asarray(y, np.float64) - x).reshape(2, -1, fmt.block).max(-1)
@@ -116,6 +113,6 @@ def test_every_value_is_within_half_a_step_of_its_block(x, name):
 )
 def test_a_power_of_two_moves_through_the_quantiser(x, n, name):
     x = np.where(np.abs(x) < 2.0**-40, np.float32(0), x)
-    _, y = ROUND_TRIPS[name](x)
-    _, z = ROUND_TRIPS[name](x * np.float32(2.0**n))
+    y = ROUND_TRIPS[name](x)
+    z = ROUND_TRIPS[name](x * np.float32(2.0**n))
     np.testing.assert_array_equal(np.asarray(z), np.asarray(y) * np.float32(2.0**n))

@@ -28,7 +28,7 @@ from .swizzle import swizzle_scales, unswizzle_scales
 
 FP8_EPS = 1e-10  # smallest block maximum of the FP8 128 formats, as in vLLM and SGLang
 MAX_ENCODE = 2.0**116  # largest NVFP4 encode scale S
-SATURATE = 2.0**100  # stands for 1/0 where an NVFP4 block scale is 0: every value that is not negligible becomes 6
+SATURATE_EXPONENT = 127  # 2^127 stands for 1/0 where an NVFP4 block scale is 0: every ordinary value becomes 6
 _FLT_MAX_BITS = 0x7F7FFFFF
 
 
@@ -78,20 +78,23 @@ def encode_scale(amax_bits: jax.Array, e4m3_max: int) -> jax.Array:
     return jnp.where(amax_bits == 0, jnp.float32(1), s)
 
 
-def _nv_candidate(x, s_code, decode):
-    """Codes of the blocks x [..., C, B] with block scales s_code [..., C] and global decode scale [..., 1]."""
+def _nv_candidate(x, saturated, s_code, decode):
+    """Codes of blocks x [..., C, B] with block scales s_code [..., C], where 0 `saturated`, and decode scale [..., 1]."""
     s = exact.e4m3_value(s_code)
     zero = s_code == 0
     encode = exact.exact_div(jnp.ones_like(s), jnp.where(zero, jnp.float32(1), s * decode))
-    return exact.e2m1_code(x * jnp.where(zero, jnp.float32(SATURATE), encode)[..., None])
+    return exact.e2m1_code(jnp.where(zero[..., None], saturated, x * encode[..., None]))
 
 
 def _nv_error(x, code, s_code, amax, rule: FourOverSix):
     """Sum over each block, in element order, of |q*s*amax/(6M) - x| or its square; amax [..., 1]."""
     top = jnp.full(s_code.shape, 6 * rule.e4m3_max, jnp.float32)
     s = exact.e4m3_value(s_code)
-    # q is 1 or 1.5 times a power of two, so two quotients stand for all values of q.
-    one, three_halves = exact.exact_div(s * amax, top), exact.exact_div(jnp.float32(1.5) * s * amax, top)
+    # q is 1 or 1.5 times a power of two, so two quotients stand for all values of q. The barrier keeps XLA from moving
+    # the constant to the end of the product.
+    one, three_halves = exact.exact_div(
+        jnp.stack([s, lax.optimization_barrier(jnp.float32(1.5) * s)]) * amax[None], jnp.stack([top, top])
+    )
     kind = (code & 7).astype(jnp.int32)
     odd = (kind >= 3) & (kind % 2 == 1)
     factor = jnp.where(kind == 0, jnp.float32(0), exact.pow2(jnp.where(odd, kind - 3, kind - 2) // 2))
@@ -122,30 +125,27 @@ def _quantize_nv(bits, amax, fmt, global_scale, amax_axes):
         g = jnp.where(global_scale == 0, jnp.float32(1), g)
         s_g = exact.exact_div(jnp.ones_like(g), g)
         amax_g = exact.f32_bits(jnp.float32(6 * fmt.e4m3_max) * g)
-    # Move S to [2^9, 2^10) and x with it: the arithmetic is the same and stays far from subnormals and overflow.
-    shift = (exact.f32_bits(s_g) >> 23).astype(jnp.int32) - (127 + 9)
+    # Move S to [2^8, 2^9) and x with it: the arithmetic is the same and stays far from subnormals and overflow.
+    shift = (exact.f32_bits(s_g) >> 23).astype(jnp.int32) - (127 + 8)
     s_g, g = exact.scale_pow2(exact.f32_bits(s_g), -shift), exact.scale_pow2(exact.f32_bits(g), shift)
     x = exact.scale_pow2(bits, shift[..., None])
+    saturated = exact.scale_pow2(bits, jnp.full_like(shift[..., None], SATURATE_EXPONENT))
     amax_x = exact.scale_pow2(jnp.where(nan, jnp.uint32(0), amax), shift)
     top = jnp.float32(448)
     if fmt.four_over_six is None:
-        s_code = exact.e4m3_code(jnp.minimum(amax_x * (s_g * jnp.float32(1 / 6)), top))
-        code = _nv_candidate(x, s_code, g)
+        s_code = exact.e4m3_code(jnp.minimum(amax_x * lax.optimization_barrier(s_g * jnp.float32(1 / 6)), top))
+        code = _nv_candidate(x, saturated, s_code, g)
     else:
         amax_g = exact.scale_pow2(amax_g, shift)
         amax_g = jnp.where(amax_g < 2.0**-60, jnp.float32(0), amax_g)
         amax_x = jnp.where(amax_x < 2.0**-60, jnp.float32(0), jnp.minimum(amax_x, jnp.float32(2.0**60)))
         base = exact.exact_div(amax_x, jnp.full_like(amax_x, 6)) * s_g
-        code, s_code, error = None, None, None
-        for factor in (1.0, 1.5):
-            s_new = exact.e4m3_code(jnp.minimum(base * jnp.float32(factor), top))
-            c_new = _nv_candidate(x, s_new, g)
-            e_new = _nv_error(x, c_new, s_new, amax_g, fmt.four_over_six)
-            if code is None:
-                code, s_code, error = c_new, s_new, e_new
-            else:
-                better = e_new < error
-                code, s_code = jnp.where(better[..., None], c_new, code), jnp.where(better, s_new, s_code)
+        s_both = exact.e4m3_code(jnp.minimum(jnp.stack([base, base * jnp.float32(1.5)]), top))  # map to 6, map to 4
+        c_both = _nv_candidate(x[None], saturated[None], s_both, g[None])
+        error = _nv_error(x[None], c_both, s_both, amax_g[None], fmt.four_over_six)
+        four = error[1] < error[0]
+        s_code = jnp.where(four, s_both[1], s_both[0])
+        code = jnp.where(four[..., None], c_both[1], c_both[0])
     return jnp.where(nan[..., None], jnp.uint8(0), code), jnp.where(nan, jnp.uint8(0x7F), s_code), stored
 
 

@@ -1,0 +1,194 @@
+"""The per-thread arithmetic of the GPU kernels equals the reference bit for bit, run with numpy registers on hard data."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.quantize import BlockFormat, FourOverSix, get_format, lane, quantize
+
+
+class U(np.ndarray):
+    """uint32 registers of many threads at once, with the operators of `emit.U`."""
+
+    def __new__(cls, v):
+        if isinstance(v, int):
+            v = v & 0xFFFFFFFF
+        return np.asarray(v, np.uint32).view(cls)
+
+    def same(self, other):
+        return np.asarray(self) == np.asarray(other)
+
+
+class Numpy:
+    """`emit.Ops` on arrays: one element is one thread. fma is exact because it is done in long double."""
+
+    U = staticmethod(U)
+    F = staticmethod(np.float32)
+
+    def bits(self, x):
+        return U(np.asarray(x, np.float32).view(np.uint32))
+
+    def float(self, x):
+        return np.asarray(x, np.uint32).view(np.float32)
+
+    def where(self, c, a, b):
+        out = np.where(c, a, b)
+        return U(out) if out.dtype == np.uint32 else out.astype(np.float32)
+
+    def fma(self, a, b, c):
+        return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(np.float32)
+
+    def mul_rounded(self, a, b):
+        return (a * b).astype(np.float32)
+
+    def abs(self, a):
+        return np.abs(a)
+
+    fmin, fmax = staticmethod(np.fmin), staticmethod(np.fmax)
+
+    def umax(self, a, b):
+        return U(np.maximum(a, b))
+
+    def umin(self, a, b):
+        return U(np.minimum(a, b))
+
+    def rcp(self, a):
+        return (np.float32(1) / a).astype(np.float32)
+
+    def div(self, a, b):
+        return (a / b).astype(np.float32)
+
+    def prmt(self, a, b, selector):
+        pool = np.stack([(np.asarray(w) >> s) & 0xFF for w in (a, b) for s in (0, 8, 16, 24)])
+        picked = [pool[(selector >> (4 * i)) & 7] for i in range(4)]
+        return U(picked[0] | picked[1] << 8 | picked[2] << 16 | picked[3] << 24)
+
+    def absmax2(self, a, b, half):
+        pairs = [(np.asarray(w) >> s) & 0x7FFF for s in (0, 16) for w in (a, b)]
+        return U(np.maximum(*pairs[:2]) | np.maximum(*pairs[2:]) << 16)
+
+    def half_to_float(self, a):
+        low, high = (np.asarray((np.asarray(a) >> s) & 0xFFFF, np.uint16).view(np.float16) for s in (0, 16))
+        return low.astype(np.float32), high.astype(np.float32)
+
+    def e4m3x2(self, low, high):
+        codes = []
+        for v in (low, high):
+            v = np.broadcast_to(np.asarray(v, np.float32), np.broadcast(low, high).shape)
+            code = np.clip(v, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            codes.append(np.where(np.isnan(v), 0x7F, code).astype(np.uint32))
+        return U(codes[0] | codes[1] << 8)
+
+    def e4m3x2_to_float(self, a):
+        return tuple(
+            ((np.asarray(a) >> s) & 0xFF).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            for s in (0, 8)
+        )
+
+    def rarely(self, condition, fn, default):
+        return np.where(condition, fn(), default).astype(np.float32)
+
+
+O = Numpy()  # noqa: E741
+
+
+def words_of(x):
+    """[M, V] -> V words (f32) or V/2 words of the threads' registers, each [M]."""
+    if x.dtype == np.float32:
+        return [U(x[:, i].view(np.uint32)) for i in range(x.shape[1])]
+    b = x.view(np.uint16).astype(np.uint32)
+    return [U(b[:, i] | b[:, i + 1] << 16) for i in range(0, x.shape[1], 2)]
+
+
+def hard_rows(rng, block, dtype):
+    """Blocks [M, block]: normal, of every magnitude, with outliers, subnormal, zero, -0, NaN, infinity, ties."""
+    m = 512
+    x = rng.standard_normal((m, block)).astype(np.float32)
+    x[64:256] *= np.float32(2.0) ** rng.integers(-120, 120, (192, 1)).astype(np.float32)
+    x[256:320] *= np.where(rng.random((64, block)) < 0.05, 300, 1)
+    x[320:340] *= np.float32(2.0**-126)
+    x[340:350] = 0
+    x[350:360] = -0.0
+    x[360, 3], x[361, 0], x[362, 1], x[363, 2] = np.nan, -np.nan, np.inf, -np.inf
+    x[364:400] = np.round(x[364:400] * 4) / 4
+    x[400:420, 1:] = 0
+    x[420:440] = np.float32(3e38) * np.sign(x[420:440])
+    x[440:460, 1:] *= np.float32(2.0**-100)
+    with np.errstate(over="ignore"):
+        return x.astype(dtype)
+
+
+KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
+
+
+def run_lane(x, kind, fmt, params=None):
+    """Codes (bytes) [M, ...] and scales [M] of the blocks x [M, B], each block held by one thread."""
+    words = words_of(x)
+    amax = lane.amax_bits(O, words, kind)
+    values = lane.to_floats(O, words, kind)
+    if fmt.scale == "e8m0":
+        scale, factor = lane.mx_scale(O, amax, fmt)
+        nan = np.asarray(scale) == 255
+    elif fmt.scale == "f32":
+        scale, factor = lane.fp8_scale(O, amax, fmt)
+    else:
+        rounded, scale, nan = lane.nvfp4_block(O, values, amax, params(amax), fmt)
+    if fmt.element == "e4m3":
+        out = lane.e4m3_words(O, [(v * factor).astype(np.float32) for v in values])
+    else:
+        if fmt.scale == "e8m0":
+            rounded = [lane.round_e2m1(O, (v * factor).astype(np.float32))[0] for v in values]
+        out = lane.e2m1_words(O, rounded, lane.sign_words(O, words, kind))
+        out = [O.where(nan, U(0), w) for w in out]
+    return np.stack([np.asarray(w) for w in out], -1).view(np.uint8).reshape(len(x), -1), np.asarray(scale)
+
+
+QUANTIZE = jax.jit(quantize, static_argnames=("fmt", "implementation"))
+NV_FORMATS = [
+    BlockFormat("plain", "e2m1", 16, "e4m3", global_scale="token"),
+    *(
+        BlockFormat("fos", "e2m1", 16, "e4m3", global_scale="token", four_over_six=FourOverSix(top, error))
+        for top, error in ((256, "mse"), (448, "mae"))
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid|divide|underflow):RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_floor", "mxfp4", "mxfp4_floor", "fp8_128", "fp8_128_ue8m0"])
+def test_one_threads_block_equals_the_reference(name, kind, rng):
+    fmt = get_format(name)
+    x = hard_rows(rng, fmt.block, KINDS[kind])
+    with np.errstate(all="ignore"):
+        codes, scales = run_lane(x, kind, fmt)
+    q = QUANTIZE(jnp.asarray(x), fmt=fmt, implementation="reference")
+    want = np.asarray(q.block_scale)[:, 0]
+    if fmt.scale == "f32":
+        scales, want = scales.view(np.float32), want.view(np.float32)
+    np.testing.assert_array_equal(scales, want)
+    np.testing.assert_array_equal(codes, np.asarray(q.data).view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", range(len(NV_FORMATS)), ids=["plain", "4o6_256_mse", "4o6_448_mae"])
+def test_one_threads_nvfp4_block_and_row_scale_equal_the_reference(index, kind, rng):
+    """Rows of four blocks: the row scale comes from the row's finite maximum, as in the per-token kernel."""
+    fmt = NV_FORMATS[index]
+    x = hard_rows(rng, 16, KINDS[kind])
+    rows = x.reshape(-1, 64)
+
+    def params(amax):
+        per_row = np.where(np.asarray(amax) >= lane.INF, 0, amax).reshape(-1, 4).max(1)
+        s, g, stored = lane.row_scale(O, U(np.repeat(per_row, 4)), fmt.e4m3_max)
+        params.stored = np.asarray(stored)[::4]
+        a = O.float(O.umax(U(np.repeat(per_row, 4)), U(0)))
+        return lane.NvScale(O, s, g, a, four_over_six=fmt.four_over_six is not None)
+
+    with np.errstate(all="ignore"):
+        codes, scales = run_lane(x, kind, fmt, params)
+    q = QUANTIZE(jnp.asarray(rows), fmt=fmt, implementation="reference")
+    np.testing.assert_array_equal(params.stored, np.asarray(q.global_scale))
+    np.testing.assert_array_equal(scales.reshape(-1, 4), np.asarray(q.block_scale).view(np.uint8))
+    np.testing.assert_array_equal(codes.reshape(-1, 32), np.asarray(q.data))
