@@ -23,7 +23,18 @@ from checkpoint_reference import (
 )
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmoe.checkpoint import Checkpoint, CheckpointError, MemoryCheckpoint, load_moe_layer, read_rest, write_safetensors
+from jmoe.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    MemoryCheckpoint,
+    load_moe_layer,
+    load_moe_layers,
+    read_rest,
+    write_safetensors,
+)
+from jmoe.checkpoint import leaves as leaves_module
+from jmoe.checkpoint import load as load_module
+from jmoe.checkpoint.plan import plan_moe_layer
 from jmoe.layer import build_moe
 from jmoe.layer import moe as moe_layer
 from jmoe.placement import placement_from_slots
@@ -114,7 +125,7 @@ def test_shards_hold_what_the_whole_holds_and_read_nothing_else(name):
         whole = load_moe_layer(ckpt, layer)
         seen = []
         read = ckpt.read
-        ckpt.read = lambda key, index=(): seen.append((key, read(key, index))) or seen[-1][1]
+        ckpt.read = lambda key, index=(), out=None: seen.append((key, read(key, index, out=out))) or seen[-1][1]
         sharded = load_moe_layer(ckpt, layer, sharding=over(4))
         assert bits(whole) == bits(sharded)
         for leaf in jax.tree.leaves(sharded.experts):
@@ -131,11 +142,9 @@ def test_shards_hold_what_the_whole_holds_and_read_nothing_else(name):
 
 def test_one_device_reads_its_experts_only():
     with Checkpoint(MODELS / "qwen3_moe") as ckpt:
-        from jmoe.checkpoint.plan import plan_moe_layer
-
         seen = set()
         read = ckpt.read
-        ckpt.read = lambda key, index=(): seen.add(key) or read(key, index)
+        ckpt.read = lambda key, index=(), out=None: seen.add(key) or read(key, index, out=out)
         leaf = plan_moe_layer(ckpt, 0).experts.down
         part = leaf.read((slice(4, 6), slice(0, 128), slice(0, 96)))
         assert part.shape == (2, 128, 96)
@@ -160,6 +169,18 @@ def test_uneven_and_chosen_placements_put_experts_in_their_slots():
             load_moe_layer(ckpt, 0, sharding=over(4), placement=placement_from_slots(slots, 16))
         with pytest.raises(ValueError, match="expert axis; expert weights are sharded by experts only"):
             load_moe_layer(ckpt, 0, sharding=NamedSharding(mesh_of(4), PartitionSpec(None, "ep")))
+
+
+def test_a_whole_model_in_threads(monkeypatch):
+    with Checkpoint(MODELS / "qwen3_moe_mxfp8") as ckpt:
+        slow = load_moe_layers(ckpt)
+        monkeypatch.setattr(load_module, "PARALLEL_BYTES", 0)
+        monkeypatch.setattr(leaves_module, "PARALLEL_BYTES", 0)
+        with jax.default_device(jax.devices()[3]):
+            fast = load_moe_layers(ckpt, progress=False)
+        assert bits(slow) == bits(fast) and list(fast) == [0, 1]
+        assert fast[1].experts.down.data.devices() == {jax.devices()[3]}
+        assert bits(load_moe_layers(ckpt, [1], sharding=over(2))) == bits({1: slow[1]})
 
 
 def test_types_are_kept_or_converted():

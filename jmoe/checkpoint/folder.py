@@ -35,7 +35,7 @@ class Source(Protocol):
     scheme: Scheme
     catalog: Catalog
 
-    def read(self, key: str, index: slice | tuple[slice, ...] = ()) -> np.ndarray: ...
+    def read(self, key: str, index: slice | tuple[slice, ...] = (), *, out: np.ndarray | None = None) -> np.ndarray: ...
 
     @property
     def moe_config(self) -> MoEConfig: ...
@@ -131,10 +131,13 @@ class Checkpoint:
         """Numbers of the decoder layers that have a MoE block."""
         return tuple(self.catalog.blocks)
 
-    def read(self, key: str, index: slice | tuple[slice, ...] = ()) -> np.ndarray:
-        """Elements of a tensor at `index` (slices of step 1 over leading axes), as they are stored; a fresh array."""
-        file = self._files[Path(self.tensors[key].file).name]
-        return file.read(key, index)
+    def read(self, key: str, index: slice | tuple[slice, ...] = (), *, out: np.ndarray | None = None) -> np.ndarray:
+        """Elements of a tensor at `index` (slices of step 1 over leading axes), as they are stored.
+
+        out: where to read them, an array of their shape and type; None makes a new one.
+        """
+        file = self._files[self.tensors[key].file.rpartition("/")[2]]
+        return file.read(key, index, out=out)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -180,6 +183,9 @@ class MemoryCheckpoint:
     def moe_layers(self) -> tuple[int, ...]:
         return tuple(self.catalog.blocks)
 
-    def read(self, key: str, index: slice | tuple[slice, ...] = ()) -> np.ndarray:
-        """As `Checkpoint.read`: a fresh array."""
-        return np.array(self._arrays[key][index])
+    def read(self, key: str, index: slice | tuple[slice, ...] = (), *, out: np.ndarray | None = None) -> np.ndarray:
+        """As `Checkpoint.read`."""
+        if out is None:
+            return np.array(self._arrays[key][index])
+        np.copyto(out, np.asarray(self._arrays[key][index]))
+        return out

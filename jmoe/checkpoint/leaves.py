@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels.quantize import QTensor
 
 Index = tuple[slice, ...]
-_PARALLEL_BYTES = 8 << 20  # below this, threads cost more than they bring
+PARALLEL_BYTES = 8 << 20  # below this, threads cost more than they bring
 _THREADS = 8
 
 
@@ -56,9 +56,14 @@ def stacked(
     shape: tuple[int, ...],
     dtype: np.dtype,
     slots: Sequence[int],
-    fetch: Callable[[int, Index], np.ndarray],
+    fetch: Callable[[int, Index], np.ndarray] | None = None,
+    *,
+    fill: Callable[[int, Index, np.ndarray], None] | None = None,
 ) -> Leaf:
-    """A leaf [P, ...] whose slot p is fetch(slots[p], rest of the index); slots of -1 hold zeros."""
+    """A leaf [P, ...] whose slot p is fetch(slots[p], rest of the index); slots of -1 hold zeros.
+
+    fill(expert, index, out), in place of fetch, writes into the leaf's own memory, of type `dtype`.
+    """
 
     def read(index: Index) -> np.ndarray:
         index = bounds(index, shape)
@@ -66,14 +71,16 @@ def stacked(
         # Integers of the same width copy without numpy's slow path for foreign types.
         raw = out.view(f"u{dtype.itemsize}") if out.size else out
 
-        def fill(i: int) -> None:
+        def one(i: int) -> None:
             expert = slots[index[0].start + i]
             if expert < 0:
                 raw[i] = 0
-            else:
+            elif fill is not None:
+                fill(expert, index[1:], out[i])
+            elif fetch is not None:
                 raw[i] = np.asarray(fetch(expert, index[1:]), dtype).view(raw.dtype)
 
-        in_parallel(fill, out.shape[0] if out.size else 0, out.nbytes)
+        in_parallel(one, out.shape[0] if out.size else 0, out.nbytes)
         return out
 
     return Leaf(shape, np.dtype(dtype), read, experts=True)
@@ -81,7 +88,7 @@ def stacked(
 
 def in_parallel(task: Callable[[int], None], count: int, nbytes: int) -> None:
     """task(0..count-1), in threads where `nbytes` of output make that worth it. The first failure is raised."""
-    if count < 2 or nbytes < _PARALLEL_BYTES:
+    if count < 2 or nbytes < PARALLEL_BYTES:
         for i in range(count):
             task(i)
         return

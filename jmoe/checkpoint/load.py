@@ -6,6 +6,7 @@ Letters: E logical experts, P = R * E_loc physical slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
@@ -17,6 +18,8 @@ from .leaves import materialize, num_ranks
 from .online import load_online
 from .plan import StaticScales, as_dtype, plan_moe_layer, plan_rest
 from .progress import progress_bar
+
+PARALLEL_BYTES = 256 << 20  # of a checkpoint; smaller ones are read layer by layer
 
 
 def placement_for(source: Source, sharding, placement: Placement | None) -> Placement | None:
@@ -101,21 +104,29 @@ def load_moe_layers(
     """
     wanted = list(ckpt.catalog.blocks if layers is None else layers)
     with progress_bar(f"Loading {ckpt.name}", len(wanted), show=progress) as bar:
-        out = {}
-        for layer in wanted:
-            out[layer] = load_moe_layer(
-                ckpt,
-                layer,
-                sharding=sharding,
-                placement=placement,
-                dtype=dtype,
-                dequantize=dequantize,
-                quant=quant,
-                static_scales=static_scales,
-            )
-            jax.block_until_ready(out[layer])
+        device = jax.config.jax_default_device  # the caller's, which threads do not inherit
+
+        def load(layer: int) -> MoEParams:
+            with jax.default_device(device):
+                params = load_moe_layer(
+                    ckpt,
+                    layer,
+                    sharding=sharding,
+                    placement=placement,
+                    dtype=dtype,
+                    dequantize=dequantize,
+                    quant=quant,
+                    static_scales=static_scales,
+                )
+                jax.block_until_ready(params)
             bar.advance(1)
-    return out
+            return params
+
+        if sum(info.nbytes for info in ckpt.tensors.values()) < PARALLEL_BYTES:
+            return {layer: load(layer) for layer in wanted}
+        # Two layers at a time, so that one is read while the other is on its way to the devices.
+        with ThreadPoolExecutor(2) as pool:
+            return dict(zip(wanted, pool.map(load, wanted), strict=True))
 
 
 def read_rest(

@@ -21,7 +21,7 @@ from . import host
 from .catalog import Linear, MoEBlock
 from .errors import CheckpointError, list_keys
 from .folder import Source
-from .leaves import Index, Leaf, bounds, lengths, stacked
+from .leaves import Index, Leaf, bounds, in_parallel, lengths, stacked
 from .schemes import Kind
 
 StaticScales = Literal["uniform", "per_expert"] | None
@@ -97,14 +97,25 @@ class _Field:
             return self.source.read(self.key(e), rest)
         return np.stack([self.source.read(self.key(e, h), rest) for h in range(halves.start, halves.stop)])
 
+    def _fill(self, e: int, index: Index, out: np.ndarray) -> None:
+        """As `one`, into out, for matrices that are stored one by one."""
+        if not self.gate_up:
+            self.source.read(self.key(e), index, out=out)
+            return
+        for i, h in enumerate(range(index[0].start, index[0].stop)):
+            self.source.read(self.key(e, h), index[1:], out=out[i])
+
     def leaf(self, slots: Sequence[int], dtype: np.dtype | None, convert: Callable | None = None) -> Leaf:
         shape = (len(slots), 2, *self.matrix) if self.gate_up else (len(slots), *self.matrix)
+        kept = np.dtype(dtype or self.dtype)
+        if convert is None and kept == self.dtype and self.block.fused is None:
+            return stacked(shape, kept, slots, fill=self._fill)
 
         def fetch(e: int, index: Index) -> np.ndarray:
             value = self.one(e, index)
             return convert(value, e, index) if convert else value
 
-        return stacked(shape, np.dtype(dtype or self.dtype), slots, fetch)
+        return stacked(shape, kept, slots, fetch)
 
 
 def _global(source: Source, block: MoEBlock, name: str, gate_up: bool) -> Callable[[int], np.ndarray]:
@@ -190,9 +201,12 @@ def decoded(q: QTensor, kind: Kind, dtype: np.dtype) -> Leaf:
         if not lead:
             return matrices(())[inner].astype(dtype)
         out = np.empty(lengths(index), dtype)
-        for i in range(out.shape[0]):
+
+        def one(i: int) -> None:
             at = index[0].start + i
             out[i] = matrices((slice(at, at + 1), *lead[1:]))[0][(..., *inner)].astype(dtype)
+
+        in_parallel(one, out.shape[0], out.nbytes)
         return out
 
     return Leaf(shape, dtype, read, experts=q.data.experts)

@@ -246,10 +246,11 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._infos)
 
-    def read(self, key: str, index: slice | tuple[slice, ...] = ()) -> np.ndarray:
-        """A fresh array of `key`'s elements at `index`: slices of step 1 over the leading axes of the stored shape.
+    def read(self, key: str, index: slice | tuple[slice, ...] = (), *, out: np.ndarray | None = None) -> np.ndarray:
+        """The elements of `key` at `index`: slices of step 1 over the leading axes of the stored shape.
 
-        Only the bytes between the first and the last wanted element are read.
+        Only the bytes between the first and the last wanted element are read. out: a contiguous array of the right
+        shape and type to read into; None makes a new one.
         """
         info = self._infos[key]
         bounds = _normalised(info, index)
@@ -268,11 +269,23 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
             inner //= shape[axis]
             offset += bounds[axis][0] * inner
             rows = bounds[axis][1] - bounds[axis][0]
-        buffer = np.empty(rows * inner, np.uint8)
-        pread_exact(self._descriptor, memoryview(buffer), info.start + offset, info.where())
-        array = buffer.view(info.numpy_dtype).reshape((1,) * axis + (rows,) * (axis < len(shape)) + shape[axis + 1 :])
         cut = tuple(slice(b, e) for b, e in bounds[axis + 1 :])
-        return array[(slice(None),) * (axis + 1) + cut] if cut else array
+        whole = all(slice(0, n) == c for n, c in zip(shape[axis + 1 :], cut, strict=True))
+        direct = out is not None and whole and out.flags.c_contiguous and out.dtype == info.numpy_dtype
+        buffer = out.reshape(-1).view(np.uint8) if direct else np.empty(rows * inner, np.uint8)
+        if len(buffer) != rows * inner:
+            raise ValueError(
+                f"{info.where()}: out has shape {out.shape}, the elements have {[e - b for b, e in bounds]}."
+            )
+        pread_exact(self._descriptor, memoryview(buffer), info.start + offset, info.where())
+        if direct:
+            return out
+        array = buffer.view(info.numpy_dtype).reshape((1,) * axis + (rows,) * (axis < len(shape)) + shape[axis + 1 :])
+        array = array if whole else array[(slice(None),) * (axis + 1) + cut]
+        if out is None:
+            return array
+        np.copyto(out, array)
+        return out
 
     def memmap(self, key: str) -> np.ndarray:
         """A read-only view of `key` in the mapped file. The caller must not let the file be truncated under it."""
