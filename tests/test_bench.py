@@ -118,26 +118,30 @@ def test_comparing_runs():
     assert compare.differing_environment(a, b) == {"jax": ("1", "2")}
 
 
+def shown(records):
+    console = Console(file=io.StringIO(), width=160)
+    console.print(compare.table(records, title="t"))
+    return " ".join(console.file.getvalue().split())
+
+
 def test_the_table_shows_every_figure_with_its_unit_and_marks_what_means_nothing():
     rows = [
-        Record("mxfp8", "T 64", 3000.0, "GB/s", 2.5e-5, 4000.0, "copy", 1500.0, "XLA", 1e-3, "rel"),
-        Record("smoke", "T 1", 1.0, "GB/s", meaningful=False),
+        Record("mxfp8", "T 64", 3000.0, "GB/s", 2.5e-5, 4000.0, "copy", 1500.0, "XLA", 1e-3, "relative"),
+        Record("smoke", "T 1", 1.0, "GB/s", ceiling=4000.0, ceiling_name="copy", meaningful=False),
     ]
-    console = Console(file=io.StringIO(), width=160)
-    console.print(compare.table(rows, title="t"))
-    text = console.file.getvalue()
-    for part in (
-        "3000 GB/s",
-        "25 us",
-        "4000 copy",
-        "75 %",
-        "1500 XLA",
-        "2.00 x",
-        "1.00e-03 rel",
-        "1 GB/s (*)",
-        "says nothing",
-    ):
-        assert part in text
+    text = shown(rows)
+    for part in ("what case GB/s time", "mxfp8 T 64 3000 25 us 4000 75 % 1500 2.00 x 0.001", "1 (*) - 4000 0.03 %"):
+        assert part in text, text
+    for part in ("ceiling: copy", "peer: XLA", "error: relative", "says nothing about speed"):
+        assert part in text, text
+
+
+def test_the_table_tells_units_and_peers_apart_where_they_differ():
+    rows = [Record("a", "c", 2.0, "us", peer=4.0, peer_name="NCCL", lower_is_better=True)]
+    text = shown([*rows, Record("b", "c", 3.0, "GB/s", peer=1.0, peer_name="torch")])
+    for part in ("2 us", "3 GB/s", "4 (a) 2.00 x", "1 (b) 3.00 x", "peer: (a) NCCL; (b) torch"):
+        assert part in text, text
+    assert "says nothing" not in text
 
 
 def test_pictures_are_written_and_refuse_to_show_nothing(tmp_path):

@@ -176,7 +176,7 @@ def toy(monkeypatch):
 def test_bench_prints_and_writes(capsys, tmp_path, toy):
     out_json, out_png = tmp_path / "a.json", tmp_path / "a.png"
     status, out, _ = run(capsys, "bench", "quantize", "--smoke", "--json", str(out_json), "--plot", str(out_png))
-    assert status == 0 and "mxfp8" in out and "100 GB/s (*)" in out and "50 %" in out
+    assert status == 0 and "mxfp8" in out and "GB/s time" in out and "100 (*)" in out and "50 %" in out
     name, (record,) = common.read_json(out_json)
     assert name == "quantize" and record.share == 0.5 and not record.meaningful and record.environment["jax"]
     assert out_png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

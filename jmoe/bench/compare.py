@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from .common import Record
 
@@ -23,31 +25,57 @@ def _time(seconds: float | None) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def _short(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
+
+
+class _Names:
+    """Long names, said once below the table: cells refer to them by a letter where there are several."""
+
+    def __init__(self, what: str, names: Sequence[str]):
+        self.what, self.names = what, [n for n in dict.fromkeys(names) if n]
+
+    def mark(self, name: str) -> str:
+        return f" ({chr(97 + self.names.index(name))})" if name and len(self.names) > 1 else ""
+
+    def legend(self) -> str:
+        if not self.names:
+            return ""
+        return f"{self.what}: " + "; ".join(self.mark(n).strip() + " " * (len(self.names) > 1) + n for n in self.names)
+
+
 def table(records: Sequence[Record], *, title: str) -> Table:
     """A table with a row for each record. Speeds that are not meaningful are dimmed and marked with (*)."""
-    out = Table(title=title, title_justify="left", header_style="bold")
+    out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    units = dict.fromkeys(r.unit for r in records)
+    ceilings = _Names("ceiling", [r.ceiling_name for r in records if r.ceiling is not None])
+    peers = _Names("peer", [r.peer_name for r in records if r.peer is not None])
+    errors = _Names("error", [r.error_name for r in records if r.error is not None])
     out.add_column("what")
     out.add_column("case")
-    for column in ("value", "time", "ceiling", "share", "peer", "vs peer", "error"):
+    value = next(iter(units)) if len(units) == 1 else "value"
+    for column in (value, "time", "ceiling", "share", "peer", "vs peer", "error"):
         out.add_column(column, justify="right")
     for r in records:
-        mark = "" if r.meaningful else " (*)"
+        unit = "" if len(units) == 1 else f" {r.unit}"
         share, times = r.share, r.against_peer
         out.add_row(
             r.name,
             r.case,
-            "-" if r.value is None else f"{r.value:.4g} {r.unit}{mark}",
+            "-" if r.value is None else f"{r.value:.4g}{unit}{'' if r.meaningful else ' (*)'}",
             _time(r.seconds),
-            "-" if r.ceiling is None else f"{r.ceiling:.4g} {r.ceiling_name}".strip(),
-            "-" if share is None else f"{100 * share:.0f} %",
-            "-" if r.peer is None else f"{r.peer:.4g} {r.peer_name}".strip(),
+            "-" if r.ceiling is None else f"{r.ceiling:.4g}{ceilings.mark(r.ceiling_name)}",
+            "-" if share is None else _short(share),
+            "-" if r.peer is None else f"{r.peer:.4g}{peers.mark(r.peer_name)}",
             "-" if times is None else f"{times:.2f} x",
-            "-" if r.error is None else f"{r.error:.2e} {r.error_name}".strip(),
+            "-" if r.error is None else f"{r.error:.2g}{errors.mark(r.error_name)}",
             style="" if r.meaningful else "dim",
         )
+    legend = [line for line in (ceilings.legend(), peers.legend(), errors.legend()) if line]
     if not all(r.meaningful for r in records):
-        out.caption = "(*) this run says nothing about speed: tiny shapes, or a device that stands in for another."
-        out.caption_justify = "left"
+        legend.append("(*) this run says nothing about speed: tiny shapes, or a device that stands in for another.")
+    out.caption = Text("\n".join(legend))
+    out.caption_justify = "left"
     return out
 
 
@@ -85,7 +113,7 @@ def compare(before: Sequence[Record], after: Sequence[Record], *, threshold: flo
 
 
 def compare_table(changes: Sequence[Change], *, title: str) -> Table:
-    out = Table(title=title, title_justify="left", header_style="bold")
+    out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     out.add_column("what")
     out.add_column("case")
     for column in ("A", "B", "B is", "verdict"):

@@ -56,7 +56,7 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
                 color=COLOURS[1],
                 label=", ".join(names),
             )
-        ceilings = [(y, r.ceiling) for y, r in zip(ys, group, strict=True) if r.ceiling is not None]
+        ceilings = [(y, r.ceiling) for y, r in zip(ys, group, strict=True) if r.ceiling is not None and r.meaningful]
         if ceilings:
             names = dict.fromkeys(r.ceiling_name for r in group if r.ceiling is not None)
             ax.scatter([c for _, c in ceilings], [y for y, _ in ceilings], marker="|", s=220, color="black", zorder=3)
@@ -88,7 +88,7 @@ def lines(
 ) -> None:
     """Values over the parameter `x` (logarithmic), a line for each record name, one panel for each unit.
 
-    Peers are dashed lines, one for each peer name; a ceiling is a dotted level.
+    Peers are dashed lines, one for each peer name; a ceiling is a dotted level, left out where speeds mean nothing.
     """
     plt = _pyplot()
     records = [r for r in records if r.value is not None and x in r.parameters]
@@ -107,7 +107,9 @@ def lines(
             points = sorted((px, py) for n, px, py in peers if n == name)
             colour = COLOURS[-1 - i % len(COLOURS)]
             ax.plot(*zip(*points, strict=True), ls="--", marker="s", ms=3, color=colour, label=name)
-        for name, level in sorted({(r.ceiling_name, r.ceiling) for r in group if r.ceiling is not None}):
+        for name, level in sorted(
+            {(r.ceiling_name, r.ceiling) for r in group if r.ceiling is not None and r.meaningful}
+        ):
             ax.axhline(level, ls=":", color="black", lw=1)
             ax.annotate(name, (0.01, level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
         ax.set_xscale("log", base=2)
