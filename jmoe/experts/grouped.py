@@ -121,23 +121,23 @@ def apply_batched_experts(
     order = sort_by_expert(ids, num_experts)
     flat = _flat_rows(x)
     if straight_through is not None:
-        straight_through = straight_through.reshape(num_experts * slots, -1)
+        straight_through = straight_through.reshape(num_experts * slots, x.shape[-1])
     row_weight = None
     if config.apply_router_weight_on_input:
         row_weight = gather_rows(weights.reshape(-1, 1).astype(jnp.float32), order.source, order.position)
     y = _compute(flat, order, row_weight, params, config, spec, quantize_input, straight_through, implementation)
     out = gather_rows(y, order.position[:, 0], order.source[:, None]).astype(jnp.float32)
-    return out[:, : config.output_size].reshape(num_experts, slots, -1)
+    return out[:, : config.output_size].reshape(num_experts, slots, config.output_size)
 
 
 def _flat_rows(x):
     """[E, S, D] -> [E * S, D]; a QTensor part by part, with a scale for each block ([E]) spread over its rows."""
     if not isinstance(x, QTensor):
-        return x.reshape(-1, x.shape[-1])
+        return x.reshape(x.shape[0] * x.shape[1], x.shape[-1])
     scale = x.global_scale
     if scale is not None and scale.ndim:
         scale = jnp.broadcast_to(scale.reshape(*scale.shape, *(1,) * (2 - scale.ndim)), x.shape[:2]).reshape(-1)
-    data, block_scale = (a.reshape(-1, a.shape[-1]) for a in (x.data, x.block_scale))
+    data, block_scale = (a.reshape(a.shape[0] * a.shape[1], a.shape[-1]) for a in (x.data, x.block_scale))
     return dataclasses.replace(x, data=data, block_scale=block_scale, global_scale=scale)
 
 
@@ -152,7 +152,7 @@ def _compute(x, order, row_weight, params, config, spec, quantize_input, straigh
     rows, through = _input_rows(x, order, params, config, spec, quantize_input, straight_through)
     flat = flat_gate_up(params.gate_up)
     if flat is not None:
-        hidden = matmul(rows, flat, through).reshape(num_places, 2, -1)
+        hidden = matmul(rows, flat, through).reshape(num_places, 2, config.intermediate_size)
         gate, up = hidden[:, 0], hidden[:, 1]
     else:
         gate, up = (matmul(rows, gate_or_up(params.gate_up, i), through) for i in (0, 1))
@@ -160,7 +160,7 @@ def _compute(x, order, row_weight, params, config, spec, quantize_input, straigh
         gate, up = gate.astype(jnp.float32) * row_weight, up.astype(jnp.float32) * row_weight
     if params.gate_up_bias is not None:
         bias = group_rows(params.gate_up_bias.reshape(sizes.shape[0], -1), sizes, num_places)
-        bias = bias.astype(jnp.float32).reshape(num_places, 2, -1)
+        bias = bias.astype(jnp.float32).reshape(num_places, 2, config.intermediate_size)
         gate, up = gate.astype(jnp.float32) + bias[:, 0], up.astype(jnp.float32) + bias[:, 1]
     hidden = gated_activation(gate, up, config).astype(dtype)  # [M, F]
     if quant.intermediate is None:

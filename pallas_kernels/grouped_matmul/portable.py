@@ -37,8 +37,11 @@ def local_groups(group_sizes: jax.Array, group_offset: jax.Array | None, num_loc
         starts, sizes = (
             lax.dynamic_slice(jnp.pad(a, (0, num_local)), (group_offset,), (num_local,)) for a in (starts, sizes)
         )
-    occupied = jnp.nonzero(sizes > 0, size=num_local, fill_value=0)[0].astype(jnp.int32)
-    return Groups(starts, sizes, occupied, jnp.sum(sizes > 0, dtype=jnp.int32))
+    busy = sizes > 0
+    index = jnp.arange(num_local, dtype=jnp.int32)
+    slot = jnp.where(busy, jnp.cumsum(busy, dtype=jnp.int32) - 1, num_local)
+    occupied = jnp.zeros_like(index).at[slot].set(index, mode="drop")
+    return Groups(starts, sizes, occupied, jnp.sum(busy, dtype=jnp.int32))
 
 
 def choose_block_m(num_rows: int, num_groups: int) -> int:

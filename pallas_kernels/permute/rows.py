@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..quantize import QTensor
 from .sort import scatter_to_places
@@ -68,6 +69,17 @@ def gather_rows(x: jax.Array | QTensor, source: jax.Array, position: jax.Array) 
     )
 
 
+def _rounded(product: jax.Array, place: jax.Array) -> jax.Array:
+    """The float32 product itself, as a value of its own that cannot be contracted with a sum into one FMA.
+
+    XLA:CPU contracts in some lanes of a vector loop and not in others, through selects too, so that a row's last bit
+    would depend on where the row lies. Adding an integer zero that no compiler knows (places are -1 .. 2^30) prevents
+    it; of two bits, because a zero of one bit becomes a select again.
+    """
+    zero = lax.shift_right_logical(place + 1, 30)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(product, jnp.int32) + zero, jnp.float32)
+
+
 @jax.custom_vjp
 def combine_rows(y: jax.Array, position: jax.Array, weights: jax.Array) -> jax.Array:
     """Weighted sum of each row's results: y [M, D], position int32 [N, K], weights [N, K] -> float32 [N, D].
@@ -77,8 +89,9 @@ def combine_rows(y: jax.Array, position: jax.Array, weights: jax.Array) -> jax.A
     """
     out = jnp.zeros((position.shape[0], y.shape[1]), jnp.float32)
     for k in range(position.shape[1]):
-        weight = jnp.where(position[:, k] >= 0, weights[:, k], 0).astype(jnp.float32)
-        out = out + weight[:, None] * _take(y, position[:, k]).astype(jnp.float32)
+        place = position[:, k, None]
+        term = weights[:, k, None].astype(jnp.float32) * _take(y, position[:, k]).astype(jnp.float32)
+        out = out + jnp.where(place >= 0, _rounded(term, place), 0)
     return out
 
 
