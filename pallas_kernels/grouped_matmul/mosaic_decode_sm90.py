@@ -223,7 +223,13 @@ def _body(
             else:
                 end, value = accumulate(weight, step)
             if packed and packed.scale == "e4m3":
-                value = value * (factors[jnp.maximum(weight, 0)] * packed.factor)
+                group = jnp.maximum(weight, 0)
+                if len(factors.shape) == 1:
+                    value = value * (factors[group] * packed.factor)
+                else:
+                    mine = factors.at[group, pl.ds(col + wg * _ROWS, _ROWS)]
+                    per_row = plgpu.load(mine, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                    value = value * lax.broadcast_in_dim(per_row * packed.factor, value.shape, (0,))
             value = value.astype(out.dtype)
             columns = pl.ds(col + wg * _ROWS, _ROWS)
             for box in range(boxes):
@@ -261,7 +267,7 @@ def grouped_matmul_decode(
     tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_t, box=config.box)
     count: jax.Array,  # int32 [1]
     scales: jax.Array | None = None,  # uint8 [G, N, K / block]; f32: float32 [G, N / 128, K / 128]
-    factors: jax.Array | None = None,  # float32 [G], NVFP4's decode scale of each matrix
+    factors: jax.Array | None = None,  # float32 [G] or [G, N], NVFP4's decode scale of each matrix or row
     *,
     config: DecodeConfig = DecodeConfig(),  # noqa: B008
     packed: Packed | None = None,
@@ -270,8 +276,8 @@ def grouped_matmul_decode(
 ) -> jax.Array:  # [M, N]
     """Rows of x times the transposed weight of their group, BF16 or `packed`.
 
-    M >= config.box; N and K multiples of 64; for packed weights rows of w are multiples of 128 bytes, of scales multiples
-    of 16 bytes, and one stage takes at least 16 scales of each row.
+    M >= config.box; N and K multiples of 64; for packed weights rows of w are multiples of 128 bytes, rows of scales
+    multiples of 16 bytes, and one stage takes at least 16 scales of each row.
     """
     (m, k), n = x.shape, w.shape[1]
     c = config
@@ -287,8 +293,8 @@ def grouped_matmul_decode(
         scale_row = c.chunks * packed.scales
         if w.shape[2] % 128 or (packed.scales and (scales.shape[2] % 16 or scale_row % 16)):
             raise ValueError(
-                f"w {w.shape} with scales {scales.shape} and chunks={c.chunks}: rows of w must be multiples of 128 bytes, "
-                "rows of scales and one stage's share of them multiples of 16 bytes; pad K or take more chunks."
+                f"w {w.shape} with scales {scales.shape} and chunks={c.chunks}: rows of w must be multiples of 128 "
+                "bytes, rows of scales and a stage's share of them multiples of 16 bytes; pad K or take more chunks."
             )
         x = permute_columns(x, packed)
         x_chunks *= packed.chunk // _WIDTH

@@ -25,7 +25,7 @@ NVFP4_FACTOR = 2.0**19
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """How a weight's bytes are read. element and scale as in quantize.BlockFormat; block: elements that share a scale."""
+    """How a weight's bytes are read: element and scale as in quantize.BlockFormat, block elements under one scale."""
 
     element: Literal["e4m3", "e2m1"]
     scale: Literal["e8m0", "e4m3", "f32"]
@@ -88,13 +88,13 @@ def _ptx(packed: Packed) -> str:
 
 
 def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Array:
-    """w_ref: uint8 [64, 128] in shared memory; scale_ref: uint8 [64, packed.scales], or None. BF16 [64, packed.chunk]."""
+    """BF16 [64, packed.chunk] from uint8 [64, 128] and scale bytes [64, packed.scales] (or None) in shared memory."""
     if interpret:
         return _dequantise_jnp(w_ref[...], None if scale_ref is None else scale_ref[...], packed)
     from jax.experimental.mosaic import gpu as mgpu
     from jax.experimental.mosaic.gpu import fragmented_array as fa
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import arith, llvm, vector
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
 
     wg_swizzle = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
     outs = 2 if packed.element == "e4m3" else 4
@@ -175,7 +175,7 @@ def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -
         value = _minifloat(jnp.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1), 2, 1)
     if scales is not None:
         scales = scales.astype(jnp.int32)
-        scales = _minifloat(scales, 4, 3) / NVFP4_FACTOR if packed.scale == "e4m3" else jnp.exp2(scales - 127.0)
+        scales = _minifloat(scales, 4, 3) / NVFP4_FACTOR if packed.scale == "e4m3" else jnp.exp2(scales.astype(jnp.float32) - 127.0)
         value = value * jnp.repeat(scales, packed.block, axis=1)
     if packed.element == "e4m3":
         value = value.reshape(64, -1, 4, 2, 2).transpose(0, 1, 4, 2, 3)
@@ -185,8 +185,9 @@ def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -
 
 
 def _minifloat(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
-    sign = 1.0 - 2.0 * (bits >> (exponent + mantissa))
-    e = (bits >> mantissa) & (2**exponent - 1)
-    m = (bits & (2**mantissa - 1)) / 2.0**mantissa
-    bias = 2 ** (exponent - 1) - 1
-    return (sign * jnp.where(e == 0, m * 2.0 ** (1 - bias), (1 + m) * jnp.exp2(e * 1.0 - bias))).astype(jnp.float32)
+    """Float32 values of small floats given as int32 bits, without NaN and infinities."""
+    e = ((bits >> mantissa) & (2**exponent - 1)).astype(jnp.float32)
+    m = (bits & (2**mantissa - 1)).astype(jnp.float32) / 2.0**mantissa
+    bias = 2.0 ** (exponent - 1) - 1
+    magnitude = jnp.where(e == 0, m * 2.0 ** (1 - bias), (1 + m) * jnp.exp2(e - bias))
+    return jnp.where(bits >> (exponent + mantissa) == 1, -magnitude, magnitude)

@@ -1,0 +1,210 @@
+"""The Hopper kernels behind `grouped_matmul`: what they can do, and which of them does it.
+
+Few rows per group, or quantised weights: mosaic_decode_sm90. FP8 on both sides in blocks of 128: mosaic_fp8_sm90.
+Otherwise mosaic_sm90, and mosaic_drhs_sm90 for the gradient of the weights. Activations in other block formats are
+dequantised to BF16 first.
+
+Letters: M rows, K contraction, N columns, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..quantize import FORMATS, BlockFormat, QTensor, dequantize
+from . import tuning
+from .schedule import group_bounds, tile_schedule
+
+if TYPE_CHECKING:
+    from .mosaic_sm90 import Gate
+
+_HALF = ("bfloat16", "float16")
+_OUT = (*_HALF, "float32")
+#: Up to this many rows per group the weights' bytes are what counts, and the kernel with exchanged operands is faster.
+DECODE_ROWS = 64
+_MIN_VERSION = (0, 11)
+
+
+def _family(fmt: BlockFormat) -> str:
+    """Formats that differ only in how they were rounded are read in the same way."""
+    if fmt.element == "e4m3":
+        return {"e8m0": "mxfp8", "f32": "fp8_128x128" if fmt.block_rows == 128 else "fp8_128"}[fmt.scale]
+    return {"e8m0": "mxfp4", "e4m3": "nvfp4"}[fmt.scale]
+
+
+def why_not(problem) -> str | None:
+    """Why these kernels cannot do a Problem, or None."""
+    version = tuple(int(p) for p in jax.__version__.split(".")[:2])
+    if version < _MIN_VERSION:
+        return f"the Hopper kernels need JAX >= 0.11, this is {jax.__version__}"
+    if problem.platform not in ("gpu", "cuda") or problem.compute_capability != "9.0":
+        where = problem.platform + (f" {problem.compute_capability}" if problem.compute_capability else "")
+        return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {where}"
+    if problem.out not in _OUT:
+        return f"out_dtype={problem.out}: the kernels write {', '.join(_OUT)}"
+    if problem.n % 64 or problem.k % 64:
+        return f"N={problem.n}, K={problem.k}: the kernels take multiples of 64"
+    x, w = FORMATS.get(problem.x), FORMATS.get(problem.w)
+    if x is None and problem.x not in _HALF:
+        return f"x is {problem.x}: the kernels take {', '.join(_HALF)} or a block format"
+    if problem.op == "drhs":
+        return None if w is not None or problem.w in _HALF else f"x is {problem.w}: the kernels take {', '.join(_HALF)}"
+    if w is None:
+        return (
+            None if problem.w in _HALF else f"w is {problem.w}: the kernels take {', '.join(_HALF)} or a block format"
+        )
+    if problem.op == "dlhs":
+        return "gradients through quantised weights are left to the portable implementation"
+    family = _family(w)
+    if family == "fp8_128":
+        return "w has a scale for each row and 128 columns; the kernels take fp8_128x128 weights"
+    if problem.k * w.bits // 8 % 128:
+        return f"K={problem.k} of {w.name}: rows of weights must be multiples of 128 bytes"
+    return None
+
+
+def _half(x: Any, like) -> jax.Array:
+    """x as the matrix unit takes it: BF16 from block formats, else the dtype it has."""
+    return dequantize(x, like) if isinstance(x, QTensor) else x
+
+
+def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
+    return x if x.shape[0] >= rows else jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
+
+
+def _schedule(group_sizes, group_offset, num_weights: int, num_rows: int, block: int, box: int):
+    return tile_schedule(
+        group_sizes,
+        num_rows=num_rows,
+        block_m=block,
+        box=box,
+        group_offset=group_offset,
+        num_weights=num_weights,
+    )
+
+
+def _config(kernel: str, cls, weights: str, num_rows: int, num_groups: int, n: int, k: int):
+    rows = tuning.rows_per_group(num_rows, num_groups)
+    return cls(**tuning.lookup(kernel, weights=weights, rows=rows, n=n, k=k))
+
+
+def forward(x, w, group_sizes, *, group_offset=None, out_dtype, interpret=None) -> jax.Array:
+    """As portable.grouped_matmul. interpret: run in the interpreter of the GPU backend, for tests without a GPU."""
+    m, n = x.shape[0], w.shape[1]
+    if m == 0 or w.shape[0] == 0:
+        return jnp.zeros((m, n), out_dtype)
+    if isinstance(w, QTensor):
+        if isinstance(x, QTensor) and _family(x.format) == "fp8_128" and _family(w.format) == "fp8_128x128":
+            if tuning.rows_per_group(m, w.shape[0]) > DECODE_ROWS and m % 4 == 0 and x.k % 128 == 0:
+                return _fp8(x, w, group_sizes, group_offset, out_dtype, interpret)
+        return _exchanged(_half(x, jnp.bfloat16), w, group_sizes, group_offset, out_dtype, interpret)
+    x = _half(x, w.dtype)
+    w = w.astype(x.dtype)
+    if tuning.rows_per_group(m, w.shape[0]) <= DECODE_ROWS:
+        return _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret)
+    return _direct("prefill", x, w, group_sizes, group_offset, out_dtype, interpret=interpret)
+
+
+def _direct(kernel, x, w, group_sizes, group_offset, out_dtype, *, n=None, **options) -> jax.Array:
+    from .mosaic_sm90 import BOX, Config, grouped_matmul
+
+    m, k = x.shape
+    c = _config(kernel, Config, str(w.dtype), m, w.shape[0], n or w.shape[1], k)
+    x = _pad_rows(x, BOX)
+    tiles, count = _schedule(group_sizes, group_offset, w.shape[0], x.shape[0], c.block_m, BOX)
+    return grouped_matmul(x, w, tiles, count, config=c, out_dtype=jnp.dtype(out_dtype), **options)[:m]
+
+
+def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
+    from .mosaic_decode_sm90 import DecodeConfig, grouped_matmul_decode
+    from .mosaic_dequant import Packed
+
+    (m, k), (groups, n) = x.shape, w.shape[:2]
+    data, scales, factors, packed, name = w, None, None, None, str(x.dtype)
+    if isinstance(w, QTensor):
+        fmt = w.format
+        packed, name = Packed(fmt.element, fmt.scale, fmt.block), _family(fmt)
+        data, scales = lax.bitcast_convert_type(w.data, jnp.uint8), w.block_scale
+        if packed.scales:
+            scales = lax.bitcast_convert_type(scales, jnp.uint8)
+            scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % 16)))
+            factors = jnp.ones((), jnp.float32) if w.global_scale is None else w.global_scale
+            factors = jnp.broadcast_to(factors, (groups,)) if factors.ndim < 2 else factors
+        x = jnp.pad(x, ((0, 0), (0, data.shape[2] * packed.per_byte - k))).astype(jnp.bfloat16)
+    c = _config("decode", DecodeConfig, name, m, groups, n, k)
+    x = _pad_rows(x, c.box)
+    tiles, count = _schedule(group_sizes, group_offset, groups, x.shape[0], c.block_t, c.box)
+    out = grouped_matmul_decode(
+        x,
+        data,
+        tiles,
+        count,
+        scales,
+        factors,
+        config=c,
+        packed=packed,
+        out_dtype=jnp.dtype(out_dtype),
+        interpret=interpret,
+    )
+    return out[:m]
+
+
+def _fp8(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
+    from .mosaic_fp8_sm90 import Fp8Config, grouped_matmul_fp8
+    from .mosaic_sm90 import BOX
+
+    m, n = x.shape[0], w.shape[1]
+    c = _config("fp8", Fp8Config, "fp8_128x128", m, w.shape[0], n, x.shape[1])
+    data, scale = _pad_rows(x.data, BOX), _pad_rows(x.block_scale, BOX)
+    tiles, count = _schedule(group_sizes, group_offset, w.shape[0], data.shape[0], 2 * BOX, BOX)
+    out = grouped_matmul_fp8(
+        data, scale, w.data, w.block_scale, tiles, count, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret
+    )
+    return out[:m]
+
+
+def dlhs(dy, w, group_sizes, *, group_offset=None, out_dtype, interpret=None) -> jax.Array:
+    """As portable.grouped_matmul_dlhs, for float weights."""
+    if dy.shape[0] == 0 or w.shape[0] == 0:
+        return jnp.zeros((dy.shape[0], w.shape[2]), out_dtype)
+    w = w.astype(dy.dtype)
+    return _direct(
+        "dlhs", dy, w, group_sizes, group_offset, out_dtype, n=w.shape[2], transposed=True, interpret=interpret
+    )
+
+
+def drhs(dy, x, group_sizes, *, num_groups: int, group_offset=None, out_dtype, interpret=None) -> jax.Array:
+    """As portable.grouped_matmul_drhs."""
+    from .mosaic_drhs_sm90 import DrhsConfig, grouped_matmul_drhs
+
+    m, n = dy.shape
+    x = _half(x, dy.dtype).astype(dy.dtype)
+    if m == 0 or num_groups == 0:
+        return jnp.zeros((num_groups, n, x.shape[1]), out_dtype)
+    c = _config("drhs", DrhsConfig, str(dy.dtype), m, num_groups, n, x.shape[1])
+    rows = max(64, m + -m % 8)
+    dy, x = _pad_rows(dy, rows), _pad_rows(x, rows)
+    starts, ends = (a[:-1] for a in group_bounds(group_sizes, rows))
+    if group_offset is not None:
+        # Groups past the end of group_sizes are empty; padded first, because dynamic_slice moves a window back inside.
+        starts, ends = (
+            lax.dynamic_slice(jnp.pad(a, (0, num_groups)), (group_offset,), (num_groups,)) for a in (starts, ends)
+        )
+    return grouped_matmul_drhs(dy, x, starts, ends, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret)
+
+
+def gated(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, gate: Gate, *, group_offset=None, out_dtype, interpret=None
+) -> jax.Array:
+    """gate(x . w[g, 0]) * (x . w[g, 1]) in one kernel: x [M, K], w [G, 2, F, K], BF16 or F16 -> [M, F].
+
+    For more than DECODE_ROWS rows per group; no gradient of its own.
+    """
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return jnp.zeros((x.shape[0], w.shape[2]), out_dtype)
+    w = w.astype(x.dtype)
+    return _direct("gated", x, w, group_sizes, group_offset, out_dtype, n=w.shape[2], gate=gate, interpret=interpret)

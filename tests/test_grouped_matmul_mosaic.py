@@ -1,0 +1,256 @@
+"""The Hopper kernels of the grouped matmul: their schedule anywhere, the kernels in the GPU backend's interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul import mosaic_entry, tuning
+from pallas_kernels.grouped_matmul.api import Problem
+from pallas_kernels.grouped_matmul.schedule import group_bounds, max_tiles, tile_schedule
+from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
+
+needs_interpreter = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="the GPU interpreter of Pallas is there from JAX 0.11 on"
+)
+M, N, K = 150, 128, 128
+SIZES = {
+    "ends inside boxes": [7, 0, 100, 20],
+    "one group and a tail": [0, 130, 0, 0],
+    "nothing": [0, 0, 0, 0],
+}
+
+
+def relative(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
+
+
+def dense(x, w, sizes):
+    """Group by group in float32; rows past the sum are zero."""
+    x, w = np.asarray(x, np.float32), np.asarray(w, np.float32)
+    out, row = np.zeros((x.shape[0], w.shape[1]), np.float32), 0
+    for g, size in enumerate(sizes):
+        out[row : row + size] = x[row : row + size] @ w[g].T
+        row += size
+    return out
+
+
+@pytest.fixture
+def few_blocks(monkeypatch):
+    """The shipped configurations, on two blocks and with two stages: the interpreter runs each block as threads."""
+    lookup = tuning.lookup
+
+    def small(kernel, **question):
+        return {**lookup(kernel, **question), "num_blocks": 2, "stages": 2}
+
+    monkeypatch.setattr(tuning, "lookup", small)
+
+
+# --- schedule
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 7, 64, 65, 191, 192, 193], [0] * 8, [1000] + [0] * 7, [2000] * 8, [128] * 8])
+@pytest.mark.parametrize(("block", "box"), [(128, 64), (16, 16), (256, 64)])
+def test_tiles_cover_every_row_of_every_group_and_none_twice_with_other_weights(sizes, block, box):
+    tiles, count = tile_schedule(jnp.asarray(sizes, jnp.int32), num_rows=1000, block_m=block, box=box)
+    assert tiles.shape == (4 * max_tiles(1000, 8, block),)
+    owner = np.repeat(np.arange(9), np.diff(np.minimum(np.concatenate([[0], np.cumsum(sizes), [10**6]]), 1000)))
+    owner = np.where(owner == 8, -1, owner)
+    covered = np.full(1000, -2)
+    for weight, first, last, rows in np.asarray(tiles).reshape(-1, 4)[: int(count[0])]:
+        assert 0 < rows <= block and np.all(owner[first : first + rows] == weight)
+        assert last == max(first, first + rows - box)
+        covered[first : first + rows] = weight
+    np.testing.assert_array_equal(covered, owner)
+
+
+def test_a_schedule_for_a_part_of_the_groups_gives_zero_tiles_to_the_others():
+    sizes = jnp.asarray([30, 40, 50, 20], jnp.int32)
+    tiles, count = tile_schedule(sizes, num_rows=150, block_m=16, box=16, group_offset=jnp.int32(1), num_weights=2)
+    weight, first, _, rows = np.asarray(tiles).reshape(-1, 4)[: int(count[0])].T
+    of_row = np.concatenate([np.full(r, w) for w, f, r in zip(weight, first, rows, strict=True) for _ in [f]])
+    assert set(of_row) == {-1, 0, 1}
+    assert np.all(weight[(first >= 30) & (first < 70)] == 0) and np.all(weight[(first >= 70) & (first < 120)] == 1)
+    assert np.all(weight[(first < 30) | (first >= 120)] == -1)
+
+
+def test_group_bounds_are_cut_at_the_last_row():
+    starts, ends = group_bounds(jnp.asarray([5, -3, 10, 100], jnp.int32), 20)
+    np.testing.assert_array_equal(starts, [0, 5, 5, 15, 20])
+    np.testing.assert_array_equal(ends, [5, 5, 15, 20, 20])
+
+
+# --- choice
+
+
+def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path):
+    assert tuning.lookup("decode", weights="nvfp4", rows=4, n=3072, k=4096)["block_t"] == 8
+    assert tuning.lookup("decode", weights="bfloat16", rows=30, n=3072, k=4096)["block_t"] == 32
+    path = tmp_path / "mine.json"
+    path.write_text('{"rules": [{"kernel": "decode", "n": 3072, "config": {"block_t": 24}}]}')
+    mine = tuning.read_rules(path)
+    assert tuning.lookup("decode", weights="nvfp4", rows=4, n=3072, k=4096, extra=mine) == {"block_t": 24}
+    assert tuning.lookup("decode", weights="nvfp4", rows=4, n=64, k=4096, extra=mine)["block_t"] == 8
+    path.write_text('{"rules": [{"kernel": "decode", "block_t": 24}]}')
+    with pytest.raises(ValueError, match="rule 0 has the keys"):
+        tuning.read_rules(path)
+
+
+def test_every_shipped_rule_is_a_valid_configuration_that_fits_into_shared_memory():
+    from pallas_kernels.grouped_matmul.mosaic_decode_sm90 import DecodeConfig
+    from pallas_kernels.grouped_matmul.mosaic_dequant import Packed
+    from pallas_kernels.grouped_matmul.mosaic_sm90 import SMEM_BYTES, Config
+
+    packed = {
+        "mxfp8": Packed("e4m3", "e8m0", 32),
+        "mxfp4": Packed("e2m1", "e8m0", 32),
+        "nvfp4": Packed("e2m1", "e4m3", 16),
+        "fp8_128x128": Packed("e4m3", "f32", 128),
+    }
+    for rule in tuning.read_rules(tuning._SHIPPED):
+        if rule["kernel"] == "decode":
+            config = DecodeConfig(**rule["config"])
+            size = config.smem_bytes(packed.get(rule.get("weights"))) * config.per_sm
+        elif rule["kernel"] in ("prefill", "gated", "dlhs"):
+            size = Config(**rule["config"]).smem_bytes()
+        else:
+            continue
+        assert size < SMEM_BYTES - 1024, rule
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu", "compute_capability": None}, "compute capability 9.0, this is cpu"),
+        ({"compute_capability": "10.0"}, "compute capability 9.0, this is gpu 10.0"),
+        ({"n": 96}, "multiples of 64"),
+        ({"x": "float32"}, "x is float32"),
+        ({"w": "float32"}, "w is float32"),
+        ({"w": "fp8_128"}, "fp8_128x128 weights"),
+        ({"w": "nvfp4", "k": 192}, "multiples of 128 bytes"),
+        ({"w": "nvfp4", "op": "dlhs"}, "portable"),
+        ({"out": "float8_e4m3fn"}, "out_dtype"),
+        ({}, None),
+        ({"x": "mxfp8", "w": "nvfp4_token"}, None),
+    ],
+)
+def test_the_kernels_say_why_they_cannot(monkeypatch, changes, reason):
+    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    fields = dict(
+        op="forward", m=64, n=128, k=256, groups=4, x="bfloat16", w="bfloat16", out="bfloat16", platform="gpu"
+    )
+    said = mosaic_entry.why_not(Problem(**{**fields, "compute_capability": "9.0", **changes}))
+    assert said is None if reason is None else reason in said
+
+
+def test_the_kernels_are_refused_on_a_jax_that_cannot_lower_them(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    problem = Problem("forward", 64, 128, 256, 4, "bfloat16", "bfloat16", "bfloat16", "gpu", "9.0")
+    assert "JAX >= 0.11" in mosaic_entry.why_not(problem)
+
+
+# --- kernels
+
+
+def operands(rng, groups=4, m=M, k=K):
+    x = jnp.asarray(rng.standard_normal((m, k)), jnp.bfloat16)
+    return x, jnp.asarray(rng.standard_normal((groups, N, k)), jnp.bfloat16)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("decode_rows", [0, 64], ids=["rows first", "weights first"])
+def test_bf16_products_equal_the_dense_formula_and_nan_stays_in_its_rows(rng, few_blocks, monkeypatch, decode_rows):
+    monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", decode_rows)
+    x, w = operands(rng)
+    for name, sizes in SIZES.items():
+        total = sum(sizes)
+        dirty = x.at[total:].set(jnp.nan).at[:7].set(jnp.nan)
+        y = mosaic_entry.forward(
+            dirty,
+            w,
+            jnp.asarray(sizes, jnp.int32),
+            out_dtype=jnp.bfloat16,
+            interpret=plgpu.InterpretGPUParams(),
+        )
+        clean = slice(7, None) if sizes[0] == 7 else slice(total, None)
+        assert relative(y[clean], dense(x, w, sizes)[clean]) < 4e-3, name
+        assert not np.any(np.asarray(y[total:], np.float32)), name
+
+
+@needs_interpreter
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4", "nvfp4_token", "fp8_128x128"])
+def test_products_with_quantised_weights_equal_those_with_the_dequantised(rng, few_blocks, fmt):
+    x, w = operands(rng, k=512)
+    q = quantize(w, fmt) if fmt == "nvfp4_token" else quantize_weights(w, fmt)
+    sizes = SIZES["ends inside boxes"]
+    y = mosaic_entry.forward(
+        x, q, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams()
+    )
+    assert relative(y, dense(x, dequantize(q, jnp.float32), sizes)) < 4e-3
+
+
+@needs_interpreter
+def test_fp8_products_equal_those_of_the_dequantised_operands(rng, few_blocks, monkeypatch):
+    monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", 0)
+    x, w = operands(rng, m=152, k=256)
+    qx, qw = quantize(x, "fp8_128"), quantize_weights(w, "fp8_128x128")
+    sizes = SIZES["ends inside boxes"]
+    y = mosaic_entry.forward(
+        qx, qw, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams()
+    )
+    exact = dense(dequantize(qx, jnp.float32), dequantize(qw, jnp.float32), sizes)
+    assert isinstance(qx, QTensor) and relative(y, exact) < 1e-5
+
+
+@needs_interpreter
+def test_gradients_equal_the_dense_formula_and_empty_groups_get_exact_zeros(rng, few_blocks):
+    x, w = operands(rng)
+    dy = jnp.asarray(rng.standard_normal((M, N)), jnp.bfloat16)
+    interpret = plgpu.InterpretGPUParams()
+    for sizes in ([7, 0, 100, 20], [0, 0, 0, 0]):
+        total, device_sizes = sum(sizes), jnp.asarray(sizes, jnp.int32)
+        dx = mosaic_entry.dlhs(dy, w, device_sizes, out_dtype=jnp.bfloat16, interpret=interpret)
+        assert relative(dx, dense(dy, np.swapaxes(np.asarray(w, np.float32), 1, 2), sizes)) < 4e-3
+        dw = mosaic_entry.drhs(
+            dy.at[total:].set(jnp.nan),
+            x.at[total:].set(jnp.nan),
+            device_sizes,
+            num_groups=4,
+            out_dtype=jnp.float32,
+            interpret=interpret,
+        )
+        row = 0
+        for g, size in enumerate(sizes):
+            a, b = (np.asarray(v[row : row + size], np.float32) for v in (dy, x))
+            assert relative(dw[g], a.T @ b) < 1e-5 if size else not np.any(dw[g])
+            row += size
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swiglu_oai"])
+def test_the_gated_product_equals_its_formula(rng, few_blocks, kind):
+    from pallas_kernels.grouped_matmul.mosaic_sm90 import Gate
+
+    x, w = operands(rng, groups=8)
+    w = (w * jnp.bfloat16(0.1)).reshape(4, 2, N, K)
+    sizes = SIZES["ends inside boxes"]
+    y = mosaic_entry.gated(
+        x,
+        w,
+        jnp.asarray(sizes, jnp.int32),
+        Gate(kind),
+        out_dtype=jnp.bfloat16,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    gate, up = (jnp.asarray(dense(x, w[:, i], sizes)) for i in (0, 1))
+    if kind == "silu":
+        expected = jax.nn.silu(gate) * up
+    elif kind == "gelu_tanh":
+        expected = jax.nn.gelu(gate, approximate=True) * up
+    else:
+        clipped = jnp.minimum(gate, 7.0)
+        expected = clipped * jax.nn.sigmoid(1.702 * clipped) * (jnp.clip(up, -7.0, 7.0) + 1)
+        expected = expected.at[sum(sizes) :].set(0)
+    assert relative(y, expected) < 4e-3
