@@ -29,10 +29,11 @@ from jmoe.backends.scales import decode_rows
 from jmoe.payload import row_layout
 from pallas_kernels.quantize import FORMATS, QTensor, quantize
 
-RANKED = [Case("local", 1)] + [
-    Case(b, r) for b in ALL for r in (1, 2, 4, 8) if r == 4 or b not in ("nixl_ep", "nvlink_one_sided")
+RANKED = [Case("local", 1)] + [Case(b, 4) for b in ALL] + [Case("nvlink_two_sided", r) for r in (1, 2, 8)]
+RANKED += [Case(b, r) for b in ("allgather_reducescatter", "deepep_high_throughput", "low_latency") for r in (1, 8)]
+QUANTISED = [Case(b, 4, "mxfp8") for b in ALL if b not in ("nvlink_one_sided", "nixl_ep")] + [
+    Case("nvlink_two_sided", r, "mxfp8") for r in (1, 2, 8)
 ]
-QUANTISED = [Case(b, 4, "mxfp8") for b in ALL] + [Case("nvlink_two_sided", r, "mxfp8") for r in (1, 2, 8)]
 GARBAGE = [Case(b, 4, "mxfp8", engine=garbage_engine(b)) for b in ("nvlink_one_sided", "low_latency")]
 
 

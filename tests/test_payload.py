@@ -19,16 +19,17 @@ from jmoe.payload import (
     wire_names,
     workspace_bytes,
 )
-from pallas_kernels.quantize import FORMATS, QTensor, dequantize, quantize
+from pallas_kernels.quantize import QTensor, dequantize, quantize
 
 K = 3
+jit_quantize = jax.jit(quantize, static_argnums=1, static_argnames="alignment")
 
 
 def example(wire, tokens=5, hidden=128, seed=0):
     rng = np.random.default_rng(seed)
     layout = row_layout(hidden, wire, K)
     x = jnp.asarray(rng.normal(size=(tokens, hidden)), jnp.float32)
-    x = quantize(x, wire) if layout.format else x.astype(wire)
+    x = jit_quantize(x, wire) if layout.format else x.astype(wire)
     ids = jnp.asarray(rng.integers(-1, 8, (tokens, K)), jnp.int32)
     weights = jnp.asarray(rng.random((tokens, K)), jnp.float32)
     return layout, x, ids, weights
@@ -113,17 +114,16 @@ def test_F26_ids_weights_and_data_come_back_by_name_bit_for_bit(wire):
     mine = (np.asarray(ids) >= 3) & (np.asarray(ids) < 6)
     np.testing.assert_array_equal(local, np.where(mine, np.asarray(ids) - 3, -1))
     np.testing.assert_array_equal(got_weights, np.where(mine, weights, 0))
-    chex.assert_trees_all_equal(
-        jax.tree.map(lambda a: a.view(jnp.uint8) if a.ndim else a, (got,)),
-        *[jax.tree.map(lambda a: a.view(jnp.uint8) if a.ndim else a, (x,))],
-    )
+    assert jax.tree.structure(got) == jax.tree.structure(x)
+    for arrived, sent in zip(jax.tree.leaves(got), jax.tree.leaves(x), strict=True):
+        assert arrived.dtype == sent.dtype and np.asarray(arrived).tobytes() == np.asarray(sent).tobytes()
 
 
 def test_F17_columns_of_alignment_travel_and_are_cut_off_on_arrival():
     layout = row_layout(48, "mxfp8", K, mx_alignment=64)
     assert layout.columns == 64 and layout.scale_bytes == 2
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 48)), jnp.float32)
-    q = quantize(x, "mxfp8", alignment=64)
+    q = jit_quantize(x, "mxfp8", alignment=64)
     rows = pack(q, jnp.zeros((4, K), jnp.int32), jnp.ones((4, K)), layout)
     got = unpack_data(rows, layout)
     assert got.shape == (4, 48)
@@ -137,7 +137,7 @@ def test_F23_padding_is_marked_by_counts_or_by_the_empty_row_whatever_else_it_ho
     rows[3:, layout.ids_offset : layout.weights_offset] = np.tile(np.int32([7]).view(np.uint8), K)
     valid = jnp.arange(5) < 3
     _, local, got = unpack(jnp.asarray(rows), layout, rank=0, num_local=8, valid=valid)
-    np.testing.assert_array_equal(local, np.where(np.asarray(valid)[:, None], 7, -1))
+    np.testing.assert_array_equal(local, np.where(np.asarray(valid)[:, None], 7, np.full((5, K), -1)))
     assert np.isfinite(np.asarray(got)).all() and not np.asarray(got)[3:].any()
     empty = jnp.asarray(layout.empty_row())[None]
     _, local, got = unpack(empty, layout, rank=0, num_local=8)
@@ -198,11 +198,10 @@ def test_F44_fp8_blocks_must_divide_the_hidden_size():
 
 @pytest.mark.parametrize(
     "tokens, targets, factor, expected",
-    [(512, 8, None, 512), (512, 8, 1.0, 512), (512, 8, 0.5, 256), (7, 4, 0.5, 3), (512, 256, 1.25, 20), (0, 8, 2.0, 0)],
+    [(512, 8, None, 512), (512, 8, 1.0, 512), (512, 8, 0.5, 256), (7, 4, 0.5, 4), (512, 256, 1.25, 20), (0, 8, 2.0, 0)],
 )
 def test_F22_capacity(tokens, targets, factor, expected):
     assert capacity(tokens, targets, 8, factor) == expected
-    assert FORMATS  # the formula does not depend on what travels
 
 
 def test_F28_token_counts_fall_into_few_buckets_and_padding_changes_nothing():
@@ -215,11 +214,11 @@ def test_F28_token_counts_fall_into_few_buckets_and_padding_changes_nothing():
     def layer(x, valid):
         return jnp.where(valid[:, None], jnp.tanh(x) * 3, 0)
 
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4)), jnp.float32)
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
     want = np.asarray(layer(x, jnp.ones(64, bool)))
     for tokens in range(1, 65):
-        padded, valid = pad_tokens(np.asarray(x[:tokens]), token_bucket(tokens, 64))
+        padded, valid = pad_tokens(x[:tokens], token_bucket(tokens, 64))
         assert int(valid.sum()) == tokens
-        np.testing.assert_array_equal(layer(padded, valid)[:tokens], want[:tokens])
+        np.testing.assert_array_equal(np.asarray(layer(padded, valid))[:tokens], want[:tokens])
     with pytest.raises(ValueError, match=r"must be equal and at most bucket=4"):
         pad_tokens((jnp.ones((3, 2)), jnp.ones((4, 2))), 4)
