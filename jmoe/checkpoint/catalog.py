@@ -230,7 +230,14 @@ def build_catalog(
     """Finds every tensor of the model; missing or left-over keys are one CheckpointError that lists them."""
     finder = _Finder(tensors, family, scheme)
     linear_shapes, param_shapes = family.rest(hf)
-    blocks = {i: finder.block(hf, i) for i in range(num_layers(hf)) if family.is_moe(hf, i)}
+    moe_layers = [i for i in range(num_layers(hf)) if family.is_moe(hf, i)]
+    experts = family.moe_config(hf).num_experts
+    if experts > 1 << 20 or (len(moe_layers) * experts > 100 * len(tensors) + 100_000):
+        raise CheckpointError(
+            f"{folder}: config.json has {experts} experts in each of {len(moe_layers)} layers, but only {len(tensors)} "
+            "tensors are there; the configuration belongs to another model."
+        )
+    blocks = {i: finder.block(hf, i) for i in moe_layers}
     linears = {name: finder.linear(name, shape, expert=False) for name, shape in linear_shapes.items()}
     for key, shape in param_shapes.items():
         finder.param(key, shape)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from jmoe.config import MoEConfig
+from jmoe.config import MoEConfig, from_hf
 
 from ..errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One model family. Names are relative to `model.layers.N.<block>.`.
 
-    moe_config(hf): the layer's configuration. is_moe(hf, layer). rest(hf): (linear modules of everything but the MoE
+    is_moe(hf, layer): whether that decoder layer has a MoE block. rest(hf): (linear modules of everything but the MoE
     blocks with their [out, in] shapes, parameters that are not linear modules with their shapes). expert: names of
     gate, up and down of one expert, "{e}" for its number. interleaved: the fused stacks hold gate and up in alternating
     rows, and unquantised ones are transposed ([E, D, 2F], [E, F, D]), as gpt-oss does. shared: gate, up, down of the
@@ -27,7 +26,6 @@ class Family:
     name: str
     block: str
     router: str
-    moe_config: Callable[[Mapping], MoEConfig]
     is_moe: Callable[[Mapping, int], bool]
     rest: Callable[[Mapping], tuple[Shapes, Shapes]]
     expert: tuple[str, str, str] | None
@@ -37,6 +35,10 @@ class Family:
     correction_bias: str | None = None
     shared: tuple[str, str, str] | None = None
     tolerated: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.[qkv]_scale", r".*\.(k|v)_proj\.(k|v)_scale")
+
+    def moe_config(self, hf: Mapping) -> MoEConfig:
+        """The layer's configuration."""
+        return from_hf({**hf, "model_type": self.name})
 
     def prefix(self, layer: int) -> str:
         return f"model.layers.{layer}.{self.block}"
@@ -69,20 +71,6 @@ def layers(hf: Mapping) -> int:
     if value > 10_000:
         raise CheckpointError(f"config.json: num_hidden_layers={value} is more than a model has (10000).")
     return value
-
-
-def activation(hf: Mapping) -> str:
-    name = get(hf, "hidden_act", default="silu")
-    if name not in _ACTIVATIONS:
-        raise CheckpointError(
-            f"config.json: hidden_act={name!r} is not supported; it may be {', '.join(_ACTIVATIONS)}."
-        )
-    return _ACTIVATIONS[name]
-
-
-def compute_dtype(hf: Mapping) -> str:
-    name = get(hf, "dtype", "torch_dtype", default="bfloat16")
-    return name if name in ("bfloat16", "float16", "float32") else "bfloat16"
 
 
 def outside(hf: Mapping) -> tuple[Shapes, Shapes]:

@@ -4,32 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jmoe.config import MoEConfig, RouterConfig
-
-from .base import Family, Shapes, activation, compute_dtype, dense_mlp, get, layer_norms, layers, outside, size
-
-
-def moe_config(hf: Mapping) -> MoEConfig:
-    width = size(hf, "moe_intermediate_size")
-    shared = get(hf, "n_shared_experts", default=0)
-    groups, chosen = get(hf, "n_group", default=None), get(hf, "topk_group", default=None)
-    return MoEConfig(
-        hidden_size=size(hf, "hidden_size"),
-        intermediate_size=width,
-        num_experts=size(hf, "n_routed_experts", "num_local_experts"),
-        num_experts_per_tok=size(hf, "num_experts_per_tok"),
-        router=RouterConfig(
-            score="sigmoid",
-            normalize=bool(get(hf, "norm_topk_prob", default=True)),
-            scaling=float(get(hf, "routed_scaling_factor", default=1.0)),
-            num_groups=groups,
-            group_topk=chosen,
-            use_correction_bias=True,
-        ),
-        activation=activation(hf),
-        shared_intermediate_size=shared * width,
-        dtype=compute_dtype(hf),
-    )
+from .base import Family, Shapes, dense_mlp, get, layer_norms, layers, outside, size
 
 
 def is_moe(hf: Mapping, layer: int) -> bool:
@@ -68,7 +43,6 @@ FAMILY = Family(
     name="deepseek_v3",
     block="mlp",
     router="gate.weight",
-    moe_config=moe_config,
     is_moe=is_moe,
     rest=rest,
     expert=("experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj"),

@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jmoe.config import MoEConfig, RouterConfig
-
-from .base import Family, Shapes, attention, compute_dtype, get, layers, outside, size
-
-
-def moe_config(hf: Mapping) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=size(hf, "hidden_size"),
-        intermediate_size=size(hf, "intermediate_size"),
-        num_experts=size(hf, "num_local_experts", "num_experts"),
-        num_experts_per_tok=size(hf, "num_experts_per_tok", "experts_per_token"),
-        router=RouterConfig(order="topk_then_softmax", use_bias=True),
-        activation="swiglu_oai",
-        swiglu_alpha=float(get(hf, "swiglu_alpha", default=1.702)),
-        swiglu_limit=float(get(hf, "swiglu_limit", default=7.0)),
-        use_bias=True,
-        dtype=compute_dtype(hf),
-    )
+from .base import Family, Shapes, attention, layers, outside, size
 
 
 def is_moe(hf: Mapping, layer: int) -> bool:
@@ -41,7 +24,6 @@ FAMILY = Family(
     name="gpt_oss",
     block="mlp",
     router="router.weight",
-    moe_config=moe_config,
     is_moe=is_moe,
     rest=rest,
     expert=None,

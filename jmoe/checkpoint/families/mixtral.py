@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jmoe.config import MoEConfig, RouterConfig
-
-from .base import Family, Shapes, activation, attention, compute_dtype, layers, outside, size
-
-
-def moe_config(hf: Mapping) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=size(hf, "hidden_size"),
-        intermediate_size=size(hf, "intermediate_size"),
-        num_experts=size(hf, "num_local_experts"),
-        num_experts_per_tok=size(hf, "num_experts_per_tok"),
-        router=RouterConfig(normalize=True),
-        activation=activation(hf),
-        dtype=compute_dtype(hf),
-    )
+from .base import Family, Shapes, attention, layers, outside
 
 
 def is_moe(hf: Mapping, layer: int) -> bool:
@@ -36,7 +22,6 @@ FAMILY = Family(
     name="mixtral",
     block="block_sparse_moe",
     router="gate.weight",
-    moe_config=moe_config,
     is_moe=is_moe,
     rest=rest,
     expert=("experts.{e}.w1", "experts.{e}.w3", "experts.{e}.w2"),

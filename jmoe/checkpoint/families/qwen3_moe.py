@@ -4,21 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jmoe.config import MoEConfig, RouterConfig
-
-from .base import Family, Shapes, activation, attention, compute_dtype, dense_mlp, get, layers, outside, size
-
-
-def moe_config(hf: Mapping) -> MoEConfig:
-    return MoEConfig(
-        hidden_size=size(hf, "hidden_size"),
-        intermediate_size=size(hf, "moe_intermediate_size"),
-        num_experts=size(hf, "num_experts", "num_local_experts"),
-        num_experts_per_tok=size(hf, "num_experts_per_tok"),
-        router=RouterConfig(normalize=bool(get(hf, "norm_topk_prob", default=False))),
-        activation=activation(hf),
-        dtype=compute_dtype(hf),
-    )
+from .base import Family, Shapes, attention, dense_mlp, get, layers, outside, size
 
 
 def is_moe(hf: Mapping, layer: int) -> bool:
@@ -40,7 +26,6 @@ FAMILY = Family(
     name="qwen3_moe",
     block="mlp",
     router="gate.weight",
-    moe_config=moe_config,
     is_moe=is_moe,
     rest=rest,
     expert=("experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj"),
