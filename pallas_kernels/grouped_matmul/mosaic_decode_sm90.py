@@ -129,12 +129,21 @@ def _body(
                 columns = pl.ds(col, c.block_n)
                 plgpu.copy_gmem_to_smem(w.at[weight, columns, pl.ds(j * wide, wide)], w_smem.at[slot], full.at[slot])
                 if packed and packed.scales:
-                    width = c.chunks * packed.scales
-                    source = scales.at[weight, columns, pl.ds(j * width, width)]
+                    # At least 16 bytes of each row, of which a stage may need only some.
+                    start = j * (c.chunks * packed.scales)
+                    width = s_smem.shape[2]
+                    if width > c.chunks * packed.scales:
+                        start = lax.div(start, width) * width
+                    source = scales.at[weight, columns, pl.ds(start, width)]
                     plgpu.copy_gmem_to_smem(source, s_smem.at[slot], full.at[slot])
                 for box in range(boxes):
                     rows_of_box = pl.ds(box_rows(first, rows, box, c.box), c.box)
                     here = pl.ds(box * c.box, c.box)
+                    if packed and boxes > 1:
+                        for chunk in range(x_chunks):
+                            source = x.at[j * x_chunks + chunk, rows_of_box]
+                            plgpu.copy_gmem_to_smem(source, x_load.at[slot, chunk, here], full.at[slot])
+                        continue
                     if packed:
                         source = x.at[pl.ds(j * x_chunks, x_chunks), rows_of_box]
                         plgpu.copy_gmem_to_smem(source, x_load.at[slot, :, here], full.at[slot])
@@ -154,15 +163,18 @@ def _body(
             plgpu.set_max_registers(232, action="increase")
         my_rows = pl.ds(wg * _ROWS, _ROWS)
 
-        def product(acc, slot, chunk):
-            """acc += weights of one 128-byte chunk times the tokens."""
+        def product(acc, slot, j, chunk):
+            """acc += weights of one 128-byte chunk of step j times the tokens."""
             here = w_smem.at[slot, my_rows, pl.ds(chunk * (wide // c.chunks), wide // c.chunks)]
             if packed is None:
                 plgpu.wgmma(acc, here, x_smem.at[slot, chunk].T)
                 return
             s = None
             if packed.scales:
-                s = s_smem.at[slot, my_rows, pl.ds(chunk * packed.scales, packed.scales)]
+                start = chunk * packed.scales
+                if s_smem.shape[2] > c.chunks * packed.scales:
+                    start = lax.rem(j * (c.chunks * packed.scales), s_smem.shape[2]) + start
+                s = s_smem.at[slot, my_rows, pl.ds(start, packed.scales)]
             values = dequantise(here, s, packed, interpret=interpret)
             per_chunk = packed.chunk // _WIDTH
             if interpret:  # the interpreter multiplies from shared memory only
@@ -176,11 +188,11 @@ def _body(
             """The sum over K in one accumulator, for formats whose scales are applied to the weights."""
 
             def scope(acc):
-                def per_step(_, step):
+                def per_step(j, step):
                     slot = lax.rem(step, c.stages)
                     plgpu.barrier_wait(full.at[slot])
                     for chunk in range(c.chunks):
-                        product(acc, slot, chunk)
+                        product(acc, slot, j, chunk)
                         if packed:
                             plgpu.wgmma_wait(0)
                     plgpu.wgmma_wait(0)
@@ -205,7 +217,7 @@ def _body(
                 for chunk in range(c.chunks):
 
                     def scope(acc, chunk=chunk):
-                        product(acc, slot, chunk)
+                        product(acc, slot, j, chunk)
                         return acc[...]
 
                     part = pl.run_scoped(scope, plgpu.ACC((_ROWS, c.block_t), jnp.float32))
@@ -276,8 +288,8 @@ def grouped_matmul_decode(
 ) -> jax.Array:  # [M, N]
     """Rows of x times the transposed weight of their group, BF16 or `packed`.
 
-    M >= config.box; N and K multiples of 64; for packed weights rows of w are multiples of 128 bytes, rows of scales
-    multiples of 16 bytes, and one stage takes at least 16 scales of each row.
+    M >= config.box; N and K multiples of 64; for packed weights, rows of w are multiples of 128 bytes and rows of scales
+    multiples of 16 bytes.
     """
     (m, k), n = x.shape, w.shape[1]
     c = config
@@ -290,18 +302,18 @@ def grouped_matmul_decode(
     s_smem = plgpu.SMEM((1, 16), jnp.uint8)
     x_chunks = c.chunks
     if packed:
-        scale_row = c.chunks * packed.scales
-        if w.shape[2] % 128 or (packed.scales and (scales.shape[2] % 16 or scale_row % 16)):
+        if w.shape[2] % 128 or (packed.scales and scales.shape[2] % 16):
             raise ValueError(
-                f"w {w.shape} with scales {scales.shape} and chunks={c.chunks}: rows of w must be multiples of 128 "
-                "bytes, rows of scales and a stage's share of them multiples of 16 bytes; pad K or take more chunks."
+                f"w {w.shape} with scales {scales.shape}: rows of w must be multiples of 128 bytes, and rows of scales "
+                "multiples of 16 bytes; pad K."
             )
         x = permute_columns(x, packed)
         x_chunks *= packed.chunk // _WIDTH
         if packed.scales:
-            s_smem = plgpu.SMEM((c.stages, c.block_n, scale_row), jnp.uint8)
+            s_smem = plgpu.SMEM((c.stages, c.block_n, max(16, c.chunks * packed.scales)), jnp.uint8)
     unused = jnp.zeros((1,), jnp.float32)
-    x_copies = c.block_t // c.box * (1 if packed else c.chunks)
+    boxes = c.block_t // c.box
+    x_copies = 1 if packed and boxes == 1 else boxes * x_chunks
     kernel = plgpu.kernel(
         functools.partial(_body, config=c, packed=packed, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),

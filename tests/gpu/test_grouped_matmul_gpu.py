@@ -1,0 +1,148 @@
+"""The Hopper grouped matmul on a Hopper GPU: every kernel and configuration at its edge shapes, against float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_kernels.grouped_matmul import Problem, mosaic_entry, tuning
+from pallas_kernels.quantize import dequantize, quantize, quantize_weights
+
+pytestmark = pytest.mark.gpu
+N, K, G = 384, 512, 16
+EDGES = [0, 1, 7, 64, 65, 191, 192, 193]  # rows of groups, and numbers of rows in all
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    problem = Problem("forward", 64, N, K, G, "bfloat16", "bfloat16", "bfloat16", device.platform, capability)
+    reason = mosaic_entry.why_not(problem)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def sizes_of(kind, m, rng):
+    if kind == "edges":
+        sizes = np.asarray(EDGES + EDGES[::-1])
+        while sizes.sum() > m:
+            sizes = sizes // 2
+    elif kind == "zipf":
+        p = 1 / np.arange(1, G + 1)
+        sizes = rng.multinomial(m, rng.permutation(p / p.sum()))
+    elif kind == "half in one":
+        sizes = np.full(G, m // 2 // (G - 1))
+        sizes[5] = m - sizes.sum() + sizes[5]
+    elif kind == "tail":
+        sizes = rng.multinomial(m // 2, np.full(G, 1 / G))
+    else:
+        sizes = np.zeros(G, int)
+    return sizes.astype(np.int32)
+
+
+@jax.jit
+def exact(x, w, sizes):
+    x, w = x.astype(jnp.float32), jnp.swapaxes(w.astype(jnp.float32), 1, 2)
+    return lax.ragged_dot(x, w, sizes, precision=lax.Precision.HIGHEST)
+
+
+def relative(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / np.linalg.norm(b) if b.any() else np.abs(a).max(initial=0.0)
+
+
+def poison(m, n):
+    """Leaves NaN in the memory that the next output of this size is likely to take."""
+    jnp.full((m, n), jnp.nan, jnp.bfloat16).block_until_ready()
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("fmt", [None, "mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
+@pytest.mark.parametrize("m", [7, 64, 193, 2047])
+def test_products_equal_float32_for_ragged_sizes(rng, fmt, m):
+    x, w = normal(rng, m, K), normal(rng, G, N, K)
+    q = w if fmt is None else quantize_weights(w, fmt)
+    plain = w if fmt is None else dequantize(q, jnp.float32)
+    run = jax.jit(lambda x, w, s: mosaic_entry.forward(x, w, s, out_dtype=jnp.bfloat16))
+    for kind in ("edges", "zipf", "half in one", "tail", "none"):
+        sizes = sizes_of(kind, m, rng)
+        poison(m, N)
+        y = run(x.at[sizes.sum() :].set(jnp.nan), q, jnp.asarray(sizes))
+        assert relative(y, exact(x, plain, jnp.asarray(sizes))) < 4e-3, kind
+        assert not np.any(np.asarray(y[sizes.sum() :], np.float32)), kind
+
+
+@pytest.mark.parametrize("rows", [8, 16, 64, 10**9])
+@pytest.mark.parametrize("kernel", ["prefill", "decode"])
+def test_every_shipped_configuration_is_right_at_edge_sizes(rng, monkeypatch, kernel, rows):
+    monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", 0 if kernel == "prefill" else 10**9)
+    config = tuning.lookup(kernel, weights="bfloat16", rows=rows, n=N, k=K)
+    monkeypatch.setattr(tuning, "lookup", lambda *a, **k: config)
+    m = 1500
+    x, w, sizes = normal(rng, m, K), normal(rng, G, N, K), sizes_of("edges", m, rng)
+    poison(m, N)
+    y = mosaic_entry.forward(x, w, jnp.asarray(sizes), out_dtype=jnp.bfloat16)
+    assert relative(y, exact(x, w, jnp.asarray(sizes))) < 4e-3
+
+
+def test_nan_in_one_group_reaches_no_other(rng):
+    m = 1500
+    x, w, sizes = normal(rng, m, K), normal(rng, G, N, K), sizes_of("edges", m, rng)
+    ends = np.cumsum(sizes)
+    bad = slice(ends[2], ends[3])
+    y = mosaic_entry.forward(x.at[bad].set(jnp.nan), w, jnp.asarray(sizes), out_dtype=jnp.bfloat16)
+    bad_rows = np.isnan(np.asarray(y, np.float32)).any(axis=1)
+    np.testing.assert_array_equal(np.flatnonzero(bad_rows), np.arange(ends[2], ends[3]))
+    dw = mosaic_entry.drhs(y.at[bad].set(jnp.nan), x, jnp.asarray(sizes), num_groups=G, out_dtype=jnp.bfloat16)
+    bad_groups = np.isnan(np.asarray(dw, np.float32)).any(axis=(1, 2))
+    np.testing.assert_array_equal(np.flatnonzero(bad_groups), [3])
+
+
+@pytest.mark.parametrize("m", [192, 2044])
+def test_fp8_products_equal_those_of_the_dequantised_operands(rng, monkeypatch, m):
+    monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", 0)
+    x, w = quantize(normal(rng, m, K), "fp8_128"), quantize_weights(normal(rng, G, N, K), "fp8_128x128")
+    for kind in ("edges", "zipf", "tail", "none"):
+        sizes = sizes_of(kind, m, rng)
+        y = mosaic_entry.forward(x, w, jnp.asarray(sizes), out_dtype=jnp.bfloat16)
+        expected = exact(dequantize(x, jnp.float32), dequantize(w, jnp.float32), jnp.asarray(sizes))
+        assert relative(y, expected) < 4e-3, kind
+
+
+def test_gradients_equal_float32_and_empty_groups_are_exactly_zero(rng):
+    m = 2047
+    x, w, dy = normal(rng, m, K), normal(rng, G, N, K), normal(rng, m, N)
+    for kind in ("edges", "zipf", "half in one", "tail", "none"):
+        sizes = sizes_of(kind, m, rng)
+        poison(m, K)
+        dx = mosaic_entry.dlhs(dy, w, jnp.asarray(sizes), out_dtype=jnp.bfloat16)
+        assert relative(dx, exact(dy, jnp.swapaxes(w, 1, 2), jnp.asarray(sizes))) < 4e-3, kind
+        total, row = sizes.sum(), 0
+        dw = mosaic_entry.drhs(
+            dy.at[total:].set(jnp.nan),
+            x.at[total:].set(jnp.nan),
+            jnp.asarray(sizes),
+            num_groups=G,
+            out_dtype=jnp.float32,
+        )
+        for g, size in enumerate(sizes):
+            a, b = (np.asarray(v[row : row + size], np.float32) for v in (dy, x))
+            assert relative(dw[g], a.T @ b) < 1e-4, (kind, g)
+            row += size
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swiglu_oai"])
+def test_the_gated_product_equals_float32(rng, kind):
+    from pallas_kernels.grouped_matmul.mosaic_sm90 import Gate, gated_product
+
+    m, gate = 1500, Gate(kind)
+    x, w = normal(rng, m, K), normal(rng, G, 2, N, K) * jnp.bfloat16(0.1)
+    sizes = jnp.asarray(sizes_of("edges", m, rng))
+    y = mosaic_entry.gated(x, w, sizes, gate, out_dtype=jnp.bfloat16)
+    expected = gated_product(exact(x, w[:, 0], sizes), exact(x, w[:, 1], sizes), gate)
+    assert relative(y, expected.at[sizes.sum() :].set(0)) < 4e-3
