@@ -288,8 +288,8 @@ def grouped_matmul_decode(
 ) -> jax.Array:  # [M, N]
     """Rows of x times the transposed weight of their group, BF16 or `packed`.
 
-    M >= config.box; N and K multiples of 64; for packed weights, rows of w are multiples of 128 bytes and rows of scales
-    multiples of 16 bytes.
+    M >= config.box; N and K multiples of 64; for packed weights, rows of w are multiples of 128 bytes and rows of
+    scales multiples of 16 bytes.
     """
     (m, k), n = x.shape, w.shape[1]
     c = config

@@ -175,7 +175,10 @@ def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -
         value = _minifloat(jnp.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1), 2, 1)
     if scales is not None:
         scales = scales.astype(jnp.int32)
-        scales = _minifloat(scales, 4, 3) / NVFP4_FACTOR if packed.scale == "e4m3" else jnp.exp2(scales.astype(jnp.float32) - 127.0)
+        if packed.scale == "e4m3":
+            scales = _minifloat(scales, 4, 3) / NVFP4_FACTOR
+        else:
+            scales = jnp.exp2(scales.astype(jnp.float32) - 127.0)
         value = value * jnp.repeat(scales, packed.block, axis=1)
     if packed.element == "e4m3":
         value = value.reshape(64, -1, 4, 2, 2).transpose(0, 1, 4, 2, 3)
