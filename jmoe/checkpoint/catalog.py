@@ -34,6 +34,12 @@ class Linear:
     input_scale: str | None = None
     transposed: bool = False
 
+    def key(self, field: str) -> str:
+        """The name of one of its tensors: "data", "scale", "global_scale" or "input_scale"."""
+        value = getattr(self, field)
+        assert value is not None, f"{self.name} has no {field}"
+        return value
+
 
 @dataclasses.dataclass(frozen=True)
 class MoEBlock:
@@ -48,9 +54,16 @@ class MoEBlock:
     fused_bias: tuple[str, str] | None
     shared: tuple[Linear, Linear, Linear] | None
 
+    def linears(self, e: int, gate_up: bool) -> tuple[Linear, ...]:
+        """Where expert e's gate and up (or down) are: two linears (or one), or the one stack that holds them."""
+        if self.fused is not None:
+            return (self.fused[0 if gate_up else 1],)
+        assert self.experts is not None
+        return self.experts[e][:2] if gate_up else self.experts[e][2:]
+
     @property
     def kind(self) -> Kind | None:
-        return (self.experts[0][0] if self.experts else self.fused[0]).kind
+        return self.linears(0, True)[0].kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +111,19 @@ class _Finder:
                 f"{where}: rows of {shape[-1]} elements do not divide into the blocks of {kind.block} of {kind.name}."
             )
 
-    def linear(self, module: str, shape: tuple[int, int], *, expert: bool) -> Linear:
+    def _plain(self, key: str) -> bool:
+        return key in self.tensors and self.tensors[key].dtype in FLOATS
+
+    def _not_ignored(self, key: str, kind: Kind) -> CheckpointError:
+        info = self.tensors[key]
+        return CheckpointError(
+            f"{info.where()}: is stored as {info.dtype}, but the configuration says {kind.name} and does not ignore "
+            f"{key.removesuffix('.weight')!r}; add it to the ignore list or quantise it."
+        )
+
+    def linear(self, module: str, shape: tuple[int, ...], *, expert: bool) -> Linear:
         kind, key = self.scheme.kind, module + ".weight"
-        info = self.tensors.get(key)
-        plain = info is not None and info.dtype in FLOATS
+        plain = self._plain(key)
         ignored = self.scheme.ignores(module)
         if kind is None or ignored or (plain and not expert):
             if (
@@ -114,28 +136,21 @@ class _Finder:
                 )
             return Linear(module, shape, self.param(key, shape, what="an unquantised weight"))
         if plain:
-            raise CheckpointError(
-                f"{info.where()}: is stored as {info.dtype}, but the configuration says {kind.name} and does not "
-                f"ignore {module!r}; add it to the ignore list or quantise it."
-            )
+            raise self._not_ignored(key, kind)
         name = lambda suffix: f"{module}.{suffix}"  # noqa: E731
         return self._quantised(
             module, shape, kind, name, name(kind.data), kind.scale, kind.global_scale, kind.input_scale
         )
 
     def fused(self, stem: str, shape: tuple[int, int, int]) -> Linear:
-        kind, info = self.scheme.kind, self.tensors.get(stem)
-        plain = info is not None and info.dtype in FLOATS
+        kind = self.scheme.kind
         if kind is None or self.scheme.ignores(stem) or self.scheme.ignores(stem.rpartition(".")[0]):
             turned = (shape[0], shape[2], shape[1])
             transposed = self.family.interleaved
             key = self.param(stem, turned if transposed else shape, what="an unquantised stack")
             return Linear(stem, shape, key, transposed=transposed)
-        if plain:
-            raise CheckpointError(
-                f"{info.where()}: is stored as {info.dtype}, but the configuration says {kind.name} and does not "
-                "ignore it; add it to the ignore list or quantise it."
-            )
+        if self._plain(stem):
+            raise self._not_ignored(stem, kind)
         name = lambda suffix: stem + suffix  # noqa: E731
         data = name(kind.fused_data)
         return self._quantised(stem, shape, kind, name, data, kind.fused_scale, kind.fused_global, kind.fused_input)
@@ -191,9 +206,11 @@ class _Finder:
                 )
         if family.shared is not None and config.shared_intermediate_size:
             fs = config.shared_intermediate_size
-            names = [f"{prefix}.{name}" for name in family.shared]
-            shared = tuple(
-                self.linear(n, s, expert=False) for n, s in zip(names, ((fs, d), (fs, d), (d, fs)), strict=True)
+            gate, up, down = (f"{prefix}.{name}" for name in family.shared)
+            shared = (
+                self.linear(gate, (fs, d), expert=False),
+                self.linear(up, (fs, d), expert=False),
+                self.linear(down, (d, fs), expert=False),
             )
         optional = lambda name, shape: self.param(f"{prefix}.{name}", shape) if name else None  # noqa: E731
         return MoEBlock(

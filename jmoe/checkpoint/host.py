@@ -27,6 +27,18 @@ def scales_to_float(scale: np.ndarray) -> np.ndarray:
     return scale.astype(np.float32)
 
 
+def scale_dtype(kind: Kind) -> np.dtype:
+    """The type that block scales have in memory: E4M3, E8M0 bytes, or float32."""
+    types = {"nvfp4": ml_dtypes.float8_e4m3fn, "mxfp8": np.uint8, "mxfp4": np.uint8}
+    return np.dtype(types.get(kind.format, np.float32))
+
+
+def kept_scales(scale: np.ndarray, kind: Kind) -> np.ndarray:
+    """Stored block scales in the type that they have in memory."""
+    kept = scale_dtype(kind)
+    return scales_to_float(scale) if kept == np.float32 else scale.view(kept)
+
+
 def unpack(data: np.ndarray, kind: Kind) -> np.ndarray:
     """Float32 values of the elements [..., K]; packed E2M1 has its even element in the low nibble."""
     if kind.packed:
