@@ -31,6 +31,7 @@ class Plan:
     target: batched: int32 [T, K], the physical expert of each assignment, -1 for none. Else None.
     merge: batched: int32 [T, K], the first k of this token with the same expert, -1 for none. Else None.
     src_choice: batched: int32 [S, C], the k of the token in each slot, -1 where empty. Else None.
+    received: int32 [R], rows that come here from each source, where a backend needs them to move rows. Else None.
     """
 
     member: jax.Array
@@ -43,6 +44,7 @@ class Plan:
     merge: jax.Array | None
     src_choice: jax.Array | None
     form: Form = dataclasses.field(metadata={"static": True})
+    received: jax.Array | None = None
 
     @property
     def num_tokens(self) -> int:

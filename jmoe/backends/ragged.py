@@ -6,6 +6,8 @@ interchangeable; slots in which nothing was sent are zeros, or the fill row.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -21,17 +23,21 @@ class Ragged(Backend):
     aliases = ("ragged",)
     portable = "ragged all-to-all"
 
+    def plan(self, ids: jax.Array, ex: Exchange, *, rank_mask: jax.Array | None = None) -> Plan:
+        plan = super().plan(ids, ex, rank_mask=rank_mask)
+        return dataclasses.replace(plan, received=self.exchange_counts(plan, ex))  # once for all directions
+
     def send(self, x: jax.Array, plan: Plan, ex: Exchange, *, fill: jax.Array | None = None) -> jax.Array:
         if fill is None:
             return super().send(x, plan, ex)
-        return self._exchange(self.fill_slots(x, plan), plan.counts, self.exchange_counts(plan, ex), ex, fill)
+        return self._exchange(self.fill_slots(x, plan), plan.counts, plan.received, ex, fill)
 
     def forward(self, buffer: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
-        return self._exchange(buffer, plan.counts, self.exchange_counts(plan, ex), ex)
+        return self._exchange(buffer, plan.counts, plan.received, ex)
 
     def give_back(self, y: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
         shape = (ex.num_ranks, ex.capacity, y.shape[-1])
-        return self._exchange(y, self.exchange_counts(plan, ex), plan.counts, ex).reshape(shape)
+        return self._exchange(y, plan.received, plan.counts, ex).reshape(shape)
 
     def _exchange(self, rows, send_counts, recv_counts, ex: Exchange, fill: jax.Array | None = None) -> jax.Array:
         """Slice r of the rows [R * C, W], `send_counts[r]` rows from r * C on, to this rank's region at rank r."""
