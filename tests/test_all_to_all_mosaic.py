@@ -76,7 +76,14 @@ def lowered(ranks, function, *shapes):
 
 def kernels(ranks, tokens=16):
     """name -> (function, argument shapes) of every kernel at a small size."""
-    from pallas_kernels.all_to_all import mosaic_combine, mosaic_push, mosaic_push_quantized, mosaic_ragged
+    from pallas_kernels.all_to_all import (
+        mosaic_combine,
+        mosaic_combine_push,
+        mosaic_push,
+        mosaic_push_quantized,
+        mosaic_ragged,
+    )
+    from pallas_kernels.all_to_all.mosaic_common import Schedule
 
     i32, bf16, u8 = jnp.int32, jnp.bfloat16, jnp.uint8
     common = dict(axis_name="ep", capacity=tokens)
@@ -93,6 +100,14 @@ def kernels(ranks, tokens=16):
         "combine_rows": (
             functools.partial(mosaic_combine.combine_rows, **common),
             [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32)],
+        ),
+        "combine_rows_pushed": (
+            functools.partial(mosaic_combine_push.combine_rows_pushed, **common),
+            [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32), ((ranks,), i32)],
+        ),
+        "push_rows, bounded wait": (
+            functools.partial(mosaic_push.push_rows, schedule=Schedule(min(tokens, 8), 4, wait_limit=1000), **common),
+            [((tokens, 4112), u8), ((tokens, ranks), i32), ((ranks,), i32)],
         ),
         "combine_batched": (
             functools.partial(mosaic_combine.combine_batched, out_dtype=jnp.float32, **batched),
@@ -142,10 +157,10 @@ def test_one_token_needs_one_block():
 
 @needs_kernels
 def test_column_chunks_cover_the_row_in_whole_vectors():
-    from pallas_kernels.all_to_all.mosaic_combine import _chunks
+    from pallas_kernels.all_to_all.mosaic_combine import column_chunks
 
     for width in (256, 264, 1000, 1024, 2048, 2880, 4096, 7168, 8192):
-        length, starts = _chunks(width)
+        length, starts = column_chunks(width)
         covered = np.zeros(width, bool)
         for start in starts:
             assert start % 8 == 0 and start + length <= width

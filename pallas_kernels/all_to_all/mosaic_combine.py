@@ -75,7 +75,7 @@ def combine_batched(
     return _combine(flat, tables, source, ids.shape[1], axis_name, num_ranks, ids.shape[0], out_dtype, schedule)
 
 
-def _chunks(width: int) -> tuple[int, list[int]]:
+def column_chunks(width: int) -> tuple[int, list[int]]:
     """Length and starts of the column chunks that one warpgroup adds at a time; the last may overlap the one before."""
     if width < MIN_HIDDEN or width % 8:
         raise ValueError(
@@ -95,7 +95,7 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
     width = y.shape[-1]
     schedule = schedule or Schedule.for_rows(tokens, row_bytes(y))
     stages = stages_for(schedule, row_bytes(y))
-    length, starts = _chunks(width)
+    length, starts = column_chunks(width)
     out_dtype = jnp.dtype(out_dtype or y.dtype)
     weighted = len(tables) == 3
 
@@ -163,7 +163,7 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
                 return count
 
             lax.fori_loop(int32(0), trips, step, int32(0))
-            completion(axis_name, num_ranks, schedule.blocks)  # every rank may now reuse its rows
+            completion(axis_name, num_ranks, schedule)  # every rank may now reuse its rows
 
     return plgpu.kernel(
         body,

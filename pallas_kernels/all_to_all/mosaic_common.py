@@ -30,12 +30,15 @@ class Schedule:
     stages: rows in flight in a block's shared memory. in_flight: rows whose stores may still be reading shared memory
     before the oldest is waited for. local_blocks: how many of the blocks do nothing but copy this rank's own rows to
     itself, so that those never stand in the way of rows that wait for the link (0: every block does both).
+    wait_limit: for debugging, how often the final wait looks for a rank's signals before it prints which rank is
+    missing and goes on with whatever has arrived (None: it waits for ever).
     """
 
     blocks: int = 132
     stages: int = 8
     in_flight: int = 2
     local_blocks: int = 0
+    wait_limit: int | None = None
 
     @classmethod
     def for_rows(cls, tokens: int, nbytes: int) -> Schedule:
@@ -130,16 +133,38 @@ def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_
     lax.fori_loop(int32(0), lax.div(total - block + int32(blocks - 1), int32(blocks)), one, ())
 
 
-def completion(axis_name: str, num_ranks: int, blocks: int, *, signallers: int = 1, waiter=True) -> None:
+def completion(axis_name: str, num_ranks: int, schedule: Schedule, *, signallers: int = 1, waiter=True) -> None:
     """Tells every rank that this warpgroup's writes have completed; block 0 waits until every block of every rank has.
 
-    signallers: warpgroups of each block that call this. waiter: true in the one of them that waits.
+    signallers: warpgroups of each block that call this. waiter: true in the one of them that waits. With a
+    `schedule.wait_limit` the wait gives up after that many looks and prints which rank is missing.
     """
-    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((num_ranks,)))
     me = lax.axis_index(axis_name)
     for step in range(num_ranks):
-        pl.semaphore_signal(arrived, device_id={axis_name: peer_of(me, step + 1, num_ranks)})
+        pl.semaphore_signal(arrived.at[me], device_id={axis_name: peer_of(me, step + 1, num_ranks)})
 
     @pl.when((lax.axis_index("block") == 0) & waiter)
     def _():
-        pl.semaphore_wait(arrived, num_ranks * blocks * signallers, decrement=False)
+        for source in range(num_ranks):
+            wait_for(arrived.at[source], schedule.blocks * signallers, schedule.wait_limit, me, source)
+
+
+def wait_for(semaphore, count: int, limit: int | None, me, source) -> None:
+    """Waits until `semaphore` reads `count`; at most `limit` looks, then says who did not arrive and goes on."""
+    if limit is None:
+        pl.semaphore_wait(semaphore, count, decrement=False)
+        return
+
+    def look(i, seen):
+        return lax.cond(seen < count, lambda: pl.semaphore_read(semaphore), lambda: seen)
+
+    seen = lax.fori_loop(int32(0), int32(limit), look, int32(0))
+
+    @pl.when(seen < count)
+    def _():
+        pl.debug_print("exchange: rank {} has {} signals of rank {}", me, seen, source)
+
+    @pl.when(seen >= count)
+    def _():
+        pl.semaphore_wait(semaphore, count, decrement=False)  # returns at once; acquires what was written

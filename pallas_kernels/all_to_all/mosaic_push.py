@@ -143,7 +143,7 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
             lax.fori_loop(int32(0), trips, step, ())
             send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
             plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
-            completion(axis_name, num_ranks, schedule.blocks)
+            completion(axis_name, num_ranks, schedule)
 
     return plgpu.kernel(
         body,

@@ -240,7 +240,7 @@ def push_quantized(
                 send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
 
             plgpu.wait_smem_to_gmem(0)
-            completion(axis_name, num_ranks, schedule.blocks, signallers=warpgroups, waiter=role == 1)
+            completion(axis_name, num_ranks, schedule, signallers=warpgroups, waiter=role == 1)
 
     out, out_counts = plgpu.kernel(
         body,

@@ -123,7 +123,7 @@ def ragged_push(
 
             walk(visit)
             plgpu.wait_smem_to_gmem(0)
-            completion(axis_name, num_ranks, schedule.blocks)
+            completion(axis_name, num_ranks, schedule)
 
     out_ref = jax.new_ref(output)
     plgpu.kernel(
