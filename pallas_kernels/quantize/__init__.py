@@ -1,7 +1,11 @@
 """Block quantisation: formats, QTensor, and quantise/dequantise on any backend."""
 
+from .api import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .api import dequantize as dequantize
+from .api import gather_quantize as gather_quantize
 from .api import quantize as quantize
+from .api import quantize_rows as quantize_rows
+from .api import swiglu_quantize as swiglu_quantize
 from .formats import FORMATS as FORMATS
 from .formats import BlockFormat as BlockFormat
 from .formats import FourOverSix as FourOverSix

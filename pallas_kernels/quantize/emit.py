@@ -1,8 +1,9 @@
 """Thread-level code for Mosaic GPU kernels: 32-bit register values with Python operators, emitted as MLIR.
 
-Mosaic's arrays are spread over a warpgroup in layouts made for matrix units. Block quantisation wants one thread to own a
-few neighbouring values of a row at any column and row stride, with predicated accesses, so its kernels are written for
-one thread, inside `plgpu.inline_mgpu`. `U` (uint32), `F` (float32) and `P` (predicate) wrap an MLIR value; `Ops` holds what
+Mosaic's arrays are spread over a warpgroup in layouts made for matrix units. Block quantisation wants one thread to
+own a few neighbouring values of a row at any column and row stride, with predicated accesses, so its kernels are
+written for one thread, inside `plgpu.inline_mgpu`. `U` (uint32), `F` (float32) and `P` (predicate) wrap an MLIR value;
+`Ops` holds what
 operators cannot say. The arithmetic in `lane.py` only uses this interface, for which the tests have a numpy double.
 """
 
@@ -237,14 +238,25 @@ class Ops:
     def barrier(self):
         _asm([], [], "bar.sync 0;", "", effects=True)
 
-    def rarely(self, condition: P, fn, default: F) -> F:
+    def opaque(self, a: U) -> U:
+        """a, in a way that the compiler cannot see through."""
+        return U(_asm([_i32()], [a], "mov.b32 $0, $1;", "=r,r", effects=True)[0])
+
+    def rarely(self, condition: P, fn, default: list[U]) -> list[U]:
         """fn() where condition holds, `default` elsewhere; for code that almost no thread runs."""
-        op = scf.IfOp(condition.v, [default.v.type], has_else=True)
+        op = scf.IfOp(condition.v, [d.v.type for d in default], has_else=True)
         with ir.InsertionPoint(op.then_block):
-            scf.yield_([fn().v])
+            scf.yield_([v.v for v in fn()])
         with ir.InsertionPoint(op.else_block):
-            scf.yield_([default.v])
-        return F(op.results[0])
+            scf.yield_([d.v for d in default])
+        return [U(v) for v in op.results]
+
+    def when(self, condition: P, fn):
+        """fn() for its stores, where condition holds."""
+        op = scf.IfOp(condition.v)
+        with ir.InsertionPoint(op.then_block):
+            fn()
+            scf.yield_([])
 
     def thread(self) -> U:
         return U(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)))

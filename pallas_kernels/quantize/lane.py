@@ -5,8 +5,8 @@ functions take an operations object `o` (`emit.Ops` in kernels, a numpy double i
 (uint32, two packed 16-bit values, the first in the low half) or float32 values.
 
 E2M1 rounding: with T = 2^e the power of two below max(|y|, 1), the step of E2M1 at y is T/2. r = fma(T, 2^22 + 3, |y|)
-rounds |y| to that step, to nearest even, and leaves n + 6 (n = |y| in steps) in its lowest bits; the code is n + 2e, and
-r + (r >> 22) has it in its lowest four bits.
+rounds |y| to that step, to nearest even, and leaves n + 6 (n = |y| in steps) in its lowest bits; the code is n + 2e,
+and r + (r >> 22) has it in its lowest four bits.
 """
 
 from __future__ import annotations
@@ -65,11 +65,15 @@ def e4m3_words(o, values):
     return [o.prmt(pairs[i], pairs[i + 1], 0x5410) for i in range(0, len(pairs), 2)]
 
 
-def round_e2m1(o, y):
-    """(r, T) of the module docstring, and |y| saturated at 6."""
-    a = o.fmin(o.abs(y), o.F(6.0))
+def round_e2m1(o, a):
+    """(r, T) of the module docstring for 0 <= a < 7."""
     t = o.float(o.bits(o.fmax(a, o.F(1.0))) & INF)
     return o.fma(t, o.F(ROUND), a), t
+
+
+def round_saturated(o, y):
+    """r of the module docstring for any y."""
+    return round_e2m1(o, o.fmin(o.abs(y), o.F(6.0)))[0]
 
 
 def e2m1_words(o, rounded, signs):
@@ -154,67 +158,84 @@ def _encode(o, code, nv: NvScale):
     return s, o.where(code.same(o.U(0)), o.F(2.0**127), o.rcp(s * nv.decode) * nv.shift)
 
 
-def nvfp4_block(o, values, amax, nv: NvScale, fmt: BlockFormat):
-    """(rounded values, scale code, nan) for one block of which this thread holds `values`."""
+def nvfp4_block(o, words, dtype: str, amax, nv: NvScale, fmt: BlockFormat):
+    """(packed codes, scale code) of the block that this thread's words belong to; 4-over-6 wants a whole block."""
     nan = amax >= o.U(INF)
-    top = o.float(o.where(nan, o.U(0), amax)) * nv.shift
+    top = o.float(o.where(nan, o.U(0), amax))
     if fmt.four_over_six is None:
-        code = o.e4m3x2(o.fmin(top * nv.sixth, o.F(448.0)), o.F(0.0))
+        code = o.e4m3x2(o.fmin(top * nv.shift * nv.sixth, o.F(448.0)), o.F(0.0))
         _, factor = _encode(o, code, nv)
-        rounded = [round_e2m1(o, v * factor)[0] for v in values]
+        rounded = [round_saturated(o, v * factor) for v in to_floats(o, words, dtype)]
+        out = e2m1_words(o, rounded, sign_words(o, words, dtype))
     else:
-        rounded, code = _four_over_six(o, values, top, nv, fmt.four_over_six)
-    return rounded, o.where(nan, o.U(0x7F), code), nan
+        *out, code = _four_over_six(o, words, dtype, top, nv, fmt.four_over_six)
+    return [o.where(nan, o.U(0), w) for w in out], o.where(nan, o.U(0x7F), code)
 
 
-def _four_over_six(o, values, top, nv: NvScale, rule):
-    top = o.where(top < o.F(2.0**-60), o.F(0.0), o.fmin(top, o.F(2.0**60)))
-    base = o.div(top, o.F(6.0)) * nv.encode
-    moved = [o.abs(v) * nv.shift for v in values]
-    tried = []
-    for factor in (1.0, 1.5):
-        code = o.e4m3x2(o.fmin(base * o.F(factor), o.F(448.0)), o.F(0.0))
-        s, encode = _encode(o, code, nv)
-        rounded = [round_e2m1(o, v * encode) for v in values]
-        step = s * nv.decode
-        error = o.F(0.0)
-        for (r, t), x in zip(rounded, moved, strict=True):
-            q = o.fma(t, o.F(-ROUND), r)
-            d = o.fma(q, step, -x)
+def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
+    """The two words of codes and the scale code of the better candidate.
+
+    The candidates are compared by d = (q - y) * s, in units of the decode scale, which is good to about 2^-21 of the
+    block's maximum. Where that leaves doubt, or a candidate saturates, the order of operations that defines the format
+    decides; few blocks need it.
+    """
+    moved = top * nv.shift
+    moved = o.where(moved < o.F(2.0**-60), o.F(0.0), o.fmin(moved, o.F(2.0**60)))
+    base = o.div(moved, o.F(6.0)) * nv.encode
+    codes = [o.e4m3x2(o.fmin(base * o.F(factor), o.F(448.0)), o.F(0.0)) for factor in (1.0, 1.5)]
+    magnitudes = to_floats(o, [w & (ABS if dtype == "f32" else 0x7FFF7FFF) for w in words], dtype)
+    rounded, errors = [], []
+    for code in codes:
+        s, factor = _encode(o, code, nv)
+        if not rounded:
+            y_top = top * factor
+            top_d = y_top * s
+        kept, error = [], o.F(0.0)
+        for a in magnitudes:
+            y = a * factor
+            r, t = round_e2m1(o, y)
+            kept.append(r)
+            d = o.fma(t, o.F(-ROUND), r) - y
             error = o.fma(d, d, error) if rule.error == "mse" else error + o.abs(d)
-        tried.append((code, s, [r for r, _ in rounded], [t for _, t in rounded], error))
-    (code6, s6, r6, t6, e6), (code4, s4, r4, t4, e4) = tried
-    # A decoded value is within 2^-21 of the largest one of what the specified order of operations gives. Only where the
-    # errors are closer than that can explain, the specified order decides, and it is evaluated only there.
+        rounded.append(kept)
+        errors.append(error * s * s if rule.error == "mse" else error * s)
+    six, four = errors
     if rule.error == "mse":
-        doubt = o.fma(top * top, o.F(2.0**-23), (e4 + e6) * o.F(2.0**-12))
+        doubt = o.fma(top_d * top_d, o.F(2.0**-23), (six + four) * o.F(2.0**-12))
     else:
-        doubt = o.fma(top, o.F(2.0**-15), (e4 + e6) * o.F(2.0**-18))
-    close = o.abs(e4 - e6) < doubt
-    differ = ~code4.same(code6)
-    near = close & differ
+        doubt = o.fma(top_d, o.F(2.0**-15), (six + four) * o.F(2.0**-18))
+    differ = ~codes[0].same(codes[1])
+    close = differ & (o.abs(four - six) < doubt)
+    pick = differ & (four < six)
+    chosen = [o.where(pick, a, b) for a, b in zip(rounded[1], rounded[0], strict=True)]
+    quick = [*e2m1_words(o, chosen, sign_words(o, words, dtype)), o.where(pick, codes[1], codes[0])]
 
     def specified():
-        e6x = _exact_error(o, r6, t6, s6, moved, nv, rule)
-        return _exact_error(o, r4, t4, s4, moved, nv, rule) - e6x
+        again = [o.opaque(w) for w in words]  # nothing of this may be shared with, or moved into, the quick way
+        values = to_floats(o, again, dtype)
+        sixes, fours = (_specified_candidate(o, values, code, nv, rule) for code in codes)
+        pick = fours[1] < sixes[1]
+        chosen = [o.where(pick, a, b) for a, b in zip(fours[0], sixes[0], strict=True)]
+        return [*e2m1_words(o, chosen, sign_words(o, again, dtype)), o.where(pick, codes[1], codes[0])]
 
-    gap = o.rarely(near, specified, e4 - e6)
-    four = differ & (gap < o.F(0.0))
-    return [o.where(four, a, b) for a, b in zip(r4, r6, strict=True)], o.where(four, code4, code6)
+    return o.rarely(close | (y_top >= o.F(7.0)), specified, quick)
 
 
-def _exact_error(o, rounded, powers, s, moved, nv: NvScale, rule):
-    """The error of `reference._nv_error`: q*s*amax/(6M) - x, summed in element order."""
+def _specified_candidate(o, values, code, nv: NvScale, rule):
+    """(r of each value, error) as `reference._nv_error` has it: q*s*amax/(6M) - x, summed in element order."""
+    s, factor = _encode(o, code, nv)
     top = o.F(6.0 * rule.e4m3_max)
     one, three_halves = o.div(s * nv.amax, top), o.div(o.F(1.5) * s * nv.amax, top)
-    total = None
-    for r, t, x in zip(rounded, powers, moved, strict=True):
+    total, kept = None, []
+    for v in values:
+        r, t = round_e2m1(o, o.fmin(o.abs(v * factor), o.F(6.0)))
         q = o.fma(t, o.F(-ROUND), r)
         odd = o.bits(q).same(o.bits(t * o.F(1.5)))
-        d = o.where(odd, t * three_halves, q * one) - x
+        d = o.where(odd, t * three_halves, q * one) - o.abs(v) * nv.shift
         term = o.abs(d) if rule.error == "mae" else o.mul_rounded(d, d)
         total = term if total is None else total + term
-    return total
+        kept.append(r)
+    return kept, total
 
 
 def swiglu(o, gate, up, activation: str, alpha: float, limit: float):
@@ -226,3 +247,26 @@ def swiglu(o, gate, up, activation: str, alpha: float, limit: float):
         alpha = 1.0
     sigmoid = o.rcp_approx(o.exp2_approx(gate * o.F(-alpha * 1.4426950408889634)) + o.F(1.0))
     return gate * sigmoid * up
+
+
+def decode(o, words, scale, row_scale, fmt: BlockFormat):
+    """float32 values of packed codes with the stored scale (a word) and row scale (float32 bits), as `dequantize`."""
+    if fmt.element == "e4m3":
+        values = [v for w in words for v in (*o.e4m3x2_to_float(w), *o.e4m3x2_to_float(w >> 16))]
+    else:
+        values = []
+        for w in words:
+            for i in range(8):
+                moved = (w << (22 - 4 * i)) if 4 * i <= 22 else (w >> (4 * i - 22))
+                sign = w << (28 - 4 * i)
+                bits = (moved & 0x01C00000) | (sign & 0x80000000)
+                values.append(o.float(bits) * o.F(2.0**126))  # codes 1..7 as the bits of 2^-127 .. 6*2^-126
+    if fmt.scale == "e8m0":
+        factor = o.where(scale.same(o.U(0)), o.U(0x00400000), scale << 23)
+        factor = o.float(o.where(scale.same(o.U(255)), o.U(NAN), factor))
+        return [v * factor for v in values]
+    if fmt.scale == "f32":
+        return [v * o.float(scale) for v in values]
+    s, _ = o.e4m3x2_to_float(scale)
+    g = o.float(row_scale)
+    return [v * s * g for v in values]

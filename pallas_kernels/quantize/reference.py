@@ -79,7 +79,7 @@ def encode_scale(amax_bits: jax.Array, e4m3_max: int) -> jax.Array:
 
 
 def _nv_candidate(x, saturated, s_code, decode):
-    """Codes of blocks x [..., C, B] with block scales s_code [..., C], where 0 `saturated`, and decode scale [..., 1]."""
+    """Codes of blocks x [..., C, B] with block scales s_code [..., C] (where 0: of `saturated`), decode [..., 1]."""
     s = exact.e4m3_value(s_code)
     zero = s_code == 0
     encode = exact.exact_div(jnp.ones_like(s), jnp.where(zero, jnp.float32(1), s * decode))

@@ -1,0 +1,427 @@
+"""Quantise and dequantise kernels for NVIDIA GPUs (written for Hopper; PTX of sm_90 and later).
+
+M rows, K values of a row, V values of a thread ("unit"), B block size, C block scales of a row.
+
+The data streams through registers: no shared memory, no TMA. Units of neighbouring columns go to neighbouring threads,
+so a warp reads and writes whole runs of memory; several units per thread keep enough bytes in flight. Formats whose
+scales follow from one block use a flat grid over all units (`_blocks`); per-token NVFP4 gives a row to a warp or to a
+block of threads, keeps the row's packed values in registers, takes the maximum over the row and quantises from the
+registers (`_rows`), so that the input is read once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import lane
+from .emit import Ops, P, Pointer, U
+from .formats import BlockFormat
+from .packed import Packed
+
+KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+MAX_UNITS = 8  # units of a row that one thread of `_rows` keeps in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """values: V. units: units per thread of `_blocks`. threads: threads per block. rows_units: units above which a row
+    of `_rows` goes to a block of threads instead of a warp (in units per thread of the warp)."""
+
+    values: int = 16
+    units: int = 2
+    threads: int = 128
+    warp_units: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a kernel does, all static. rows: M of the output. source_rows: rows of x. k: values of a row of x.
+
+    columns: Kp. row_stride: values between rows of x. gather: source rows come from an index array. activation: None,
+    or the values are act(x[:, :k]) * x[:, k:2k]. counted: a row count is an operand. scale_rows: rows that share a
+    tensor-wide scale.
+    """
+
+    fmt: BlockFormat
+    rows: int
+    source_rows: int
+    k: int
+    columns: int
+    dtype: str
+    row_stride: int
+    swizzled: bool = False
+    gather: bool = False
+    counted: bool = False
+    activation: str | None = None
+    alpha: float = 1.0
+    limit: float = 0.0
+    packed: Packed | None = None
+    scale_rows: int = 0
+    tuning: Tuning = Tuning()
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.dtype]
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.kind == "f32" else 2
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a block."""
+        return self.fmt.block // self.tuning.values
+
+    @property
+    def scale_columns(self) -> int:
+        return self.fmt.num_scales(self.columns)
+
+    @property
+    def units(self) -> int:
+        """Units of a row, with those that only pad swizzled scales."""
+        columns = self.scale_columns
+        return (-(-columns // 4) * 4 if self.swizzled else columns) * self.lanes
+
+    @property
+    def all_rows(self) -> int:
+        """Rows with those that only pad swizzled scales."""
+        return -(-self.rows // 128) * 128 if self.swizzled else self.rows
+
+
+class _Io:
+    """Addresses and predicates of one kernel."""
+
+    def __init__(self, o: Ops, task: Task, refs: dict):
+        self.o, self.task, self.refs = o, task, {name: Pointer(r) for name, r in refs.items()}
+        self.count = self.refs["count"].load(1)[0] if task.counted else None
+
+    def valid(self, row: U) -> P:
+        """Rows that are written: those below the count, and padding rows of swizzled scales."""
+        if self.count is None:
+            return row < U(self.task.all_rows)
+        if self.task.swizzled:
+            return (row < self.count) | ((row >= U(self.task.rows)) & (row < U(self.task.all_rows)))
+        return (row < self.count) & (row < U(self.task.rows))
+
+    def load(self, row: U, unit: U, inside: P | None = None) -> list[list[U]]:
+        """Words of the unit's values; [gate, up] with an activation. Zeros outside x and where `inside` is false."""
+        t = self.task
+        ok = self.valid(row)
+        if inside is not None:
+            ok = ok & inside
+        if t.swizzled:
+            ok = ok & (row < U(t.rows))
+        if t.units * t.tuning.values > t.k:
+            ok = ok & (unit < U(t.k // t.tuning.values))
+        source = row
+        if t.gather:
+            source = self.refs["index"].at(row, 4).load(1, ok)[0]
+            ok = ok & (source < U(t.source_rows))  # negative ones are large
+        words = t.tuning.values * t.itemsize // 4
+        out = []
+        for part in range(2 if t.activation else 1):
+            at = self.refs["x"].at(source, t.row_stride * t.itemsize, unit * (t.tuning.values * t.itemsize))
+            at = at.at(None, 0, part * t.k * t.itemsize)
+            out.append([w for i in range(0, words, 4) for w in at.at(None, 0, 4 * i).load(4, ok)])
+        return out
+
+    def values(self, loaded: list[list[U]]):
+        """(words or None, dtype of the words, float32 values) after the activation."""
+        o, t = self.o, self.task
+        if not t.activation:
+            return loaded[0], t.kind, lane.to_floats(o, loaded[0], t.kind)
+        gate, up = (lane.to_floats(o, part, t.kind) for part in loaded)
+        values = [lane.swiglu(o, g, u, t.activation, t.alpha, t.limit) for g, u in zip(gate, up, strict=True)]
+        return [o.bits(v) for v in values], "f32", values
+
+    def store_data(self, row: U, unit: U, words: list[U]):
+        t = self.task
+        ok = self.valid(row)
+        if t.swizzled:
+            ok = ok & (row < U(t.rows))
+        if t.units * t.tuning.values > t.columns:
+            ok = ok & (unit < U(t.columns // t.tuning.values))
+        size = 4 * len(words)
+        stride = t.packed.row_bytes if t.packed else t.fmt.data_bytes(t.columns)
+        at = self.refs["data"].at(row, stride, unit * size)
+        for i in range(0, len(words), 4):
+            at.at(None, 0, 4 * i).store(words[i : i + 4], ok)
+
+    def store_scale(self, row: U, unit: U, scale: U):
+        """The block's first thread writes its scale."""
+        t = self.task
+        ok = self.valid(row)
+        column = unit // t.lanes
+        if t.lanes > 1:
+            ok = ok & (unit % t.lanes).same(U(0))
+        size = t.fmt.scale_bytes
+        if t.swizzled:
+            tile = (row // 128) * (-(-t.scale_columns // 4) * 512) + (column // 4) * 512
+            at = self.refs["scale"].at(None, 0, tile + (row % 32) * 16 + ((row % 128) // 32) * 4 + column % 4)
+        elif t.packed:
+            at = self.refs["data"].at(row, t.packed.row_bytes, column * size).at(None, 0, t.packed.scale_offset)
+        else:
+            at = self.refs["scale"].at(row, t.scale_columns * size, column * size)
+        at.store([scale], ok, bits=8 * size)
+
+    def store_tail(self, row: U, unit: U, units: int):
+        """Packed rows: the words after the scales (ids, weights, padding) come from the `tail` operand."""
+        p = self.task.packed
+        words = (p.row_bytes - p.tail_offset) // 4
+        ok = self.valid(row)
+        for first in range(0, words, units):
+            index = unit + first
+            here = ok & (index < U(words))
+            word = self.refs["tail"].at(row, 4 * words, index * 4).load(1, here)
+            self.refs["data"].at(row, p.row_bytes, index * 4).at(None, 0, p.tail_offset).store(word, here)
+        # The row scale, if any, fills up its own word; what is left is the gap after the block scales.
+        end = p.scale_offset + self.task.scale_columns * self.task.fmt.scale_bytes
+        for offset in range(end, p.tail_offset if p.row_scale_offset is None else p.row_scale_offset):
+            first = ok & unit.same(U(0))
+            self.refs["data"].at(row, p.row_bytes, offset).store([U(0)], first, bits=8)
+
+    def nv_scale(self, row: U) -> lane.NvScale:
+        """The tensor-wide scale of this row, from the `params` operand [matrices, 4]: S, g, amax, 0."""
+        t, o = self.task, self.o
+        matrix = row // t.scale_rows
+        s, g, a, _ = (o.float(w) for w in self.refs["params"].at(matrix, 16).load(4, self.valid(row)))
+        return lane.NvScale(o, s, g, a, four_over_six=t.fmt.four_over_six is not None)
+
+
+def _quantize_unit(o: Ops, io: _Io, row: U, unit: U, loaded, nv: lane.NvScale | None):
+    """Scale, round and store one unit."""
+    task, fmt = io.task, io.task.fmt
+    words, kind, values = io.values(loaded)
+    amax = lane.group_max(o, lane.amax_bits(o, words, kind), task.lanes)
+    if fmt.scale == "e4m3":
+        out, scale = lane.nvfp4_block(o, words, kind, amax, nv, fmt)
+    else:
+        scale, factor = (lane.mx_scale if fmt.scale == "e8m0" else lane.fp8_scale)(o, amax, fmt)
+        scaled = [v * factor for v in values]
+        if fmt.element == "e4m3":
+            out = lane.e4m3_words(o, scaled)
+        else:
+            rounded = [lane.round_saturated(o, y) for y in scaled]
+            nan = scale.same(U(255))
+            out = [o.where(nan, U(0), w) for w in lane.e2m1_words(o, rounded, lane.sign_words(o, words, kind))]
+    io.store_data(row, unit, out)
+    io.store_scale(row, unit, scale)
+
+
+def _blocks(o: Ops, task: Task, refs: dict):
+    """Every thread takes `units` units of the flat [rows, units] space, a block of threads apart."""
+    io, tune = _Io(o, task, refs), task.tuning
+    first = o.block() * (tune.threads * tune.units) + o.thread()
+    places = []
+    for u in range(tune.units):
+        flat = first + u * tune.threads
+        places.append((flat // task.units, flat % task.units))
+    loaded = [io.load(*place) for place in places]
+    for place, words in zip(places, loaded, strict=True):
+        nv = io.nv_scale(place[0]) if task.fmt.global_scale else None
+        _quantize_unit(o, io, *place, words, nv)
+        if task.packed:
+            io.store_tail(*place, task.units)
+
+
+def row_threads(task: Task) -> int:
+    """Threads that share a row of `_rows`."""
+    return 32 if task.units <= 32 * task.tuning.warp_units else task.tuning.threads
+
+
+def _rows(o: Ops, task: Task, refs: dict):
+    """Per-token scales: `row_threads` threads load a row, find its maximum and quantise it."""
+    scratch = refs.pop("scratch")
+    io, tune = _Io(o, task, refs), task.tuning
+    group = row_threads(task)
+    if group == 32:
+        row = o.block() * (tune.threads // 32) + (o.thread() >> 5)
+        first = o.thread() & 31
+    else:
+        row, first = o.block(), o.thread()
+    units = [first + group * j for j in range(-(-task.units // group))]
+    here = [unit < U(task.units) for unit in units]
+    loaded = []
+    top = U(0)
+    for unit, inside in zip(units, here, strict=True):
+        words = io.load(row, unit, inside)
+        loaded.append(words)
+        values, kind, _ = io.values(words)
+        amax = lane.amax_bits(o, values, kind)
+        top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
+    top = o.warp_max(top)
+    if group > 32:
+        slots = Pointer(scratch, shared=True)
+        slots.at(None, 0, (o.thread() >> 5) * 4).store([top], (o.thread() & 31).same(U(0)))
+        o.barrier()
+        for i in range(group // 32):
+            top = o.umax(top, slots.at(None, 0, 4 * i).load(1)[0])
+    s, g, stored = lane.row_scale(o, top, task.fmt.e4m3_max)
+    nv = lane.NvScale(o, s, g, o.float(top), four_over_six=task.fmt.four_over_six is not None)
+    ok = io.valid(row) & first.same(U(0))
+    if task.packed:
+        at = io.refs["data"].at(row, task.packed.row_bytes, task.packed.row_scale_offset)
+    else:
+        at = io.refs["row_scale"].at(row, 4)
+    at.store([o.bits(stored)], ok & (row < U(task.rows)))
+    for unit, inside, words in zip(units, here, loaded, strict=True):
+        o.when(inside, functools.partial(_quantize_unit, o, io, row, unit, words, nv))
+    if task.packed:
+        io.store_tail(row, first, group)
+
+
+def _maxima(o: Ops, task: Task, refs: dict):
+    """Largest finite block maximum (float32 bits) of each block of threads, for dynamic tensor-wide scales."""
+    scratch = refs.pop("scratch")
+    io, tune = _Io(o, task, refs), task.tuning
+    first = o.block() * (tune.threads * tune.units) + o.thread()
+    top = U(0)
+    for u in range(tune.units):
+        flat = first + u * tune.threads
+        words, kind, _ = io.values(io.load(flat // task.units, flat % task.units))
+        amax = lane.amax_bits(o, words, kind)
+        top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
+    top = o.warp_max(top)
+    slots = Pointer(scratch, shared=True)
+    slots.at(None, 0, (o.thread() >> 5) * 4).store([top], (o.thread() & 31).same(U(0)))
+    o.barrier()
+    for i in range(tune.threads // 32):
+        top = o.umax(top, slots.at(None, 0, 4 * i).load(1)[0])
+    io.refs["top"].at(o.block(), 4).store([top], o.thread().same(U(0)))
+
+
+def _dequantize(o: Ops, task: Task, refs: dict):
+    """Every thread decodes `units` units of V values; task.dtype is the output's."""
+    io, tune, fmt = _Io(o, task, refs), task.tuning, task.fmt
+    first = o.block() * (tune.threads * tune.units) + o.thread()
+    words = tune.values * fmt.bits // 32
+    stride = task.packed.row_bytes if task.packed else fmt.data_bytes(task.columns)
+    work = []
+    for u in range(tune.units):
+        flat = first + u * tune.threads
+        row, unit = flat // task.units, flat % task.units
+        ok = io.valid(row) & (row < U(task.rows))
+        if task.units * tune.values > task.k:
+            ok = ok & (unit < U(task.k // tune.values))
+        column = unit // task.lanes
+        size = fmt.scale_bytes
+        data = io.refs["data"].at(row, stride, unit * (4 * words)).load(words, ok)
+        if task.swizzled:
+            tile = (row // 128) * (-(-task.scale_columns // 4) * 512) + (column // 4) * 512
+            at = io.refs["scale"].at(None, 0, tile + (row % 32) * 16 + ((row % 128) // 32) * 4 + column % 4)
+        elif task.packed:
+            at = io.refs["data"].at(row, stride, column * size).at(None, 0, task.packed.scale_offset)
+        else:
+            at = io.refs["scale"].at(row, task.scale_columns * size, column * size)
+        scale = at.load(1, ok, bits=8 * size)[0]
+        row_scale = None
+        if fmt.global_scale == "tensor":
+            row_scale = io.refs["row_scale"].at(row // task.scale_rows, 4).load(1, ok)[0]
+        elif fmt.global_scale == "token" and task.packed:
+            row_scale = io.refs["data"].at(row, stride, task.packed.row_scale_offset).load(1, ok)[0]
+        elif fmt.global_scale == "token":
+            row_scale = io.refs["row_scale"].at(row, 4).load(1, ok)[0]
+        work.append((row, unit, ok, data, scale, row_scale))
+    for row, unit, ok, data, scale, row_scale in work:
+        values = lane.decode(o, data, scale, row_scale, fmt)
+        if task.kind == "f32":
+            out = [o.bits(v) for v in values]
+        else:
+            out = [o.pack_half(values[i], values[i + 1], task.kind) for i in range(0, len(values), 2)]
+        at = io.refs["out"].at(row, task.k * task.itemsize, unit * (tune.values * task.itemsize))
+        for i in range(0, len(out), 4):
+            at.at(None, 0, 4 * i).store(out[i : i + 4], ok)
+
+
+def _launch(program, task: Task, operands: dict, outputs: dict, blocks: int, *, scratch: bool = False) -> dict:
+    """Run `program` with these operands (arrays) and outputs (ShapeDtypeStructs) on a grid of `blocks`."""
+    names = (*operands, *outputs, *(("scratch",) if scratch else ()))
+
+    def body(*refs):
+        @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
+        def emit(ctx, *memrefs):
+            del ctx
+            program(Ops(), task, dict(zip(names, memrefs, strict=True)))
+
+        emit(*refs)
+
+    threads = task.tuning.threads // 128
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=(plgpu.SMEM((task.tuning.threads // 32,), jnp.int32),) if scratch else (),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **(dict(num_threads=threads, thread_name="group") if threads > 1 else {}),
+    )
+    return dict(zip(outputs, kernel(*operands.values()), strict=True))
+
+
+def tuned(task: Task, *, decode: bool = False) -> Task:
+    """task with the tuning that measured best."""
+    del decode
+    tuning = Tuning()
+    if task.fmt.global_scale == "token":
+        while task.units > MAX_UNITS * tuning.threads:
+            tuning = dataclasses.replace(tuning, threads=2 * tuning.threads)
+    return dataclasses.replace(task, tuning=tuning)
+
+
+def _flat_blocks(task: Task) -> int:
+    return pl.cdiv(task.all_rows * task.units, task.tuning.threads * task.tuning.units)
+
+
+def _outputs(task: Task) -> dict:
+    fmt = task.fmt
+    struct = jax.ShapeDtypeStruct
+    if task.packed:
+        return {"data": struct((task.rows, task.packed.row_bytes), jnp.uint8)}
+    data = jnp.float8_e4m3fn if fmt.element == "e4m3" else jnp.uint8
+    outputs = {"data": struct((task.rows, fmt.data_bytes(task.columns)), data)}
+    if task.swizzled:
+        outputs["scale"] = struct((task.all_rows * -(-task.scale_columns // 4) * 4,), jnp.uint8)
+    else:
+        scale = {"e8m0": jnp.uint8, "e4m3": jnp.float8_e4m3fn, "f32": jnp.float32}[fmt.scale]
+        outputs["scale"] = struct((task.rows, task.scale_columns), scale)
+    if fmt.global_scale == "token":
+        outputs["row_scale"] = struct((task.rows,), jnp.float32)
+    return outputs
+
+
+def run_quantize(task: Task, operands: dict) -> dict:
+    """Launch the kernel for `task`. operands: x, and as the task says index, count, params, tail (in this order).
+
+    Returns data, scale (not for packed rows), row_scale (per-token formats, not for packed rows).
+    """
+    outputs = _outputs(task)
+    if task.fmt.global_scale != "token":
+        return _launch(_blocks, task, operands, outputs, _flat_blocks(task))
+    group = row_threads(task)
+    blocks = task.all_rows if group > 32 else pl.cdiv(task.all_rows, task.tuning.threads // 32)
+    return _launch(_rows, task, operands, outputs, blocks, scratch=True)
+
+
+def empty(task: Task) -> dict:
+    """The outputs of a task without rows."""
+    return {name: jnp.zeros(out.shape, out.dtype) for name, out in _outputs(task).items()}
+
+
+def run_maxima(task: Task, operands: dict) -> jax.Array:
+    """uint32 bits of the largest finite block maximum of x."""
+    task = dataclasses.replace(task, tuning=dataclasses.replace(task.tuning, units=8))
+    blocks = _flat_blocks(task)
+    top = _launch(_maxima, task, operands, {"top": jax.ShapeDtypeStruct((blocks,), jnp.uint32)}, blocks, scratch=True)
+    return jnp.max(top["top"])
+
+
+def run_dequantize(task: Task, operands: dict) -> jax.Array:
+    """[rows, k] of task.dtype. operands: data, scale (not for packed rows), row_scale (formats with a global scale)."""
+    out = {"out": jax.ShapeDtypeStruct((task.rows, task.k), jnp.dtype(task.dtype))}
+    return _launch(_dequantize, task, operands, out, _flat_blocks(task))["out"]
