@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -65,13 +66,14 @@ def _quantised(stem: str, kind: Kind, data, scale, global_scale, input_scale) ->
     return out
 
 
-def _check(name: str, w, kind: Kind | None) -> None:
+def _check(name: str, w: Any, kind: Kind | None) -> None:
     have = w.format.name if isinstance(w, QTensor) else None
     wanted = {"nvfp4": ("nvfp4", "nvfp4_4o6"), "fp8_128x128": ("fp8_128x128", "fp8_128x128_ue8m0")}  # decode alike
     if have not in ((None,) if kind is None else wanted.get(kind.format, (kind.format,))):
+        have = have or getattr(w, "dtype", None)
         raise CheckpointError(
-            f"{name} is kept as {have or w.dtype}, which {kind.name if kind else 'unquantised'} does not store; load "
-            "it with quant=... or dequantize=... for that scheme first."
+            f"{name} is kept as {have}, which {kind.name if kind else 'unquantised'} does not store; load it with "
+            "quant=... or dequantize=... for that scheme first."
         )
     if isinstance(w, QTensor) and w.layout != "row_major":
         raise CheckpointError(f"{name} has swizzled block scales; a checkpoint stores them row by row.")
@@ -88,14 +90,14 @@ def _expert_slots(experts: ExpertWeights, num_experts: int, placement: Placement
     return np.arange(num_experts)
 
 
-def _logical(tree, slots: np.ndarray):
+def _logical(tree: Any, slots: np.ndarray) -> Any:
     return jax.tree.map(lambda a: _host(a)[slots] if a.ndim else _host(a), tree)
 
 
-def _per_expert(family: Family, prefix: str, w: ExpertWeights, kind: Kind | None, num_experts: int) -> Tensors:
+def _per_expert(names: tuple[str, ...], prefix: str, w: Any, kind: Kind | None, num_experts: int) -> Tensors:
     out: Tensors = {}
     for e in range(num_experts):
-        for half, name in enumerate(family.expert):
+        for half, name in enumerate(names):
             stem = f"{prefix}.{name.format(e=e)}"
             source = w.down if half == 2 else w.gate_up
             at = (e,) if half == 2 else (e, half)
@@ -115,7 +117,7 @@ def _interleave(a: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(a, 1, 2)).reshape(a.shape[0], -1, *a.shape[3:])
 
 
-def _fused(family: Family, prefix: str, w: ExpertWeights, kind: Kind | None) -> Tensors:
+def _fused(family: Family, prefix: str, w: Any, kind: Kind | None) -> Tensors:
     """gpt-oss: stacks with alternating rows, transposed where they are not quantised."""
     out: Tensors = {}
     for name, source, turn in zip(family.fused, (w.gate_up, w.down), (_interleave, lambda a: a), strict=True):
@@ -140,10 +142,10 @@ def moe_tensors(
     for name in ("gate_up", "down"):
         _check(f"layer {layer}'s {name}", getattr(params.experts, name), kind)
     experts = _logical(params.experts, _expert_slots(params.experts, num_experts, placement))
-    if family.interleaved:
+    if family.expert is None:
         out = _fused(family, prefix, experts, kind)
     else:
-        out = _per_expert(family, prefix, experts, kind, num_experts)
+        out = _per_expert(family.expert, prefix, experts, kind, num_experts)
     out[f"{prefix}.{family.router}"] = _host(params.router)
     for name, value in ((family.router_bias, params.router_bias), (family.correction_bias, params.correction_bias)):
         if name is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Source(Protocol):
 
     name: str
     config: dict
-    tensors: Mapping[str, TensorInfo]
+    tensors: dict[str, TensorInfo]
     family: Family
     scheme: Scheme
     catalog: Catalog
@@ -159,7 +159,7 @@ class MemoryCheckpoint:
     config: the dictionary of config.json. tensors: name -> array (numpy or JAX; packed FP4 as uint8).
     """
 
-    def __init__(self, config: Mapping, tensors: Mapping[str, object], *, scheme: str | None = None):
+    def __init__(self, config: Mapping, tensors: Mapping[str, Any], *, scheme: str | None = None):
         self.name = "tensors in memory"
         self.config = text_config(dict(config))
         self.family = family_of(self.config, self.name)

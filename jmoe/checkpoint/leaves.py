@@ -106,9 +106,9 @@ def tree_nbytes(tree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree, is_leaf=is_leaf))
 
 
-def leaf_sharding(leaf: Leaf, sharding: jax.sharding.Sharding | None):
+def leaf_sharding(leaf: Leaf, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """`sharding` for leaves with an expert axis, the same mesh without it (replicated) for all others."""
-    if sharding is None or leaf.experts:
+    if leaf.experts:
         return sharding
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
@@ -130,13 +130,13 @@ def num_ranks(sharding: jax.sharding.Sharding | None) -> int:
     return math.prod(sharding.mesh.shape[n] for n in names)
 
 
-def _once(read: Callable[[Index], np.ndarray], shape) -> Callable[[Index], np.ndarray]:
+def _once(read: Callable[[Index], np.ndarray], shape) -> Callable[[Index | None], np.ndarray]:
     """Reads each part once, also where several devices hold it."""
     known: dict[tuple, np.ndarray] = {}
     lock = threading.Lock()
 
-    def call(index: Index) -> np.ndarray:
-        index = bounds(index, shape)
+    def call(index: Index | None) -> np.ndarray:
+        index = bounds(index or (), shape)
         key = tuple((s.start, s.stop) for s in index)
         with lock:
             if key not in known:

@@ -104,7 +104,7 @@ def load_moe_layers(
     """
     wanted = list(ckpt.catalog.blocks if layers is None else layers)
     with progress_bar(f"Loading {ckpt.name}", len(wanted), show=progress) as bar:
-        device = jax.config.jax_default_device  # the caller's, which threads do not inherit
+        device = getattr(jax.config, "jax_default_device", None)  # the caller's, which threads do not inherit
 
         def load(layer: int) -> MoEParams:
             with jax.default_device(device):

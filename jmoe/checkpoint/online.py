@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +174,7 @@ def load_online(
         dequantize_shared=dequantize_shared,
         static_scales=static_scales,
     )
-    experts = plan.experts
+    experts: Any = plan.experts
     params = materialize(
         dataclasses.replace(plan, experts=dataclasses.replace(experts, gate_up=None, down=None)), sharding
     )

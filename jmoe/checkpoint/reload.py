@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def load_weights(ckpt: Source, options: LoadOptions = LoadOptions(), *, progress
     return Weights(moe, read_rest(ckpt, dtype=options.dtype, sharding=options.sharding))
 
 
-def _plan(source: Source, like, options: LoadOptions):
+def _plan(source: Source, like, options: LoadOptions) -> Any:
     """A tree of leaves (or, quantised online, of arrays) with the structure of `like`: Weights, or layers by number."""
     placement = placement_for(source, options.sharding, options.placement)
 
@@ -85,7 +85,7 @@ def _plan(source: Source, like, options: LoadOptions):
         )
 
     if isinstance(like, Weights):
-        rest = plan_rest(source, dtype=as_dtype(options.dtype))
+        rest: Any = plan_rest(source, dtype=as_dtype(options.dtype))
         return Weights({i: layer(i) for i in like.moe}, {k: rest[k] for k in like.rest if k in rest})
     return {i: layer(i) for i in like}
 
@@ -145,12 +145,12 @@ def _write(old: list[jax.Array], new: list[jax.Array]) -> list[jax.Array]:
     return _writer(tuple(x.sharding for x in old))(old, new)
 
 
-def _host_parts(leaf, old: jax.Array) -> list[tuple[jax.Device, np.ndarray]]:
+def _host_parts(leaf, old: jax.Array) -> list[tuple[Any, np.ndarray]]:
     """What each device of `old` gets, on the host; equal parts are read once."""
     known: dict[tuple, np.ndarray] = {}
     out = []
     for device, index in old.sharding.addressable_devices_indices_map(old.shape).items():
-        index = bounds(index, old.shape)
+        index = bounds(index or (), old.shape)
         key = tuple((s.start, s.stop) for s in index)
         if key not in known:
             known[key] = leaf.read(index) if isinstance(leaf, Leaf) else np.array(leaf[index])
@@ -158,7 +158,7 @@ def _host_parts(leaf, old: jax.Array) -> list[tuple[jax.Device, np.ndarray]]:
     return out
 
 
-def _to_device(parts: list[tuple[jax.Device, np.ndarray]], old: jax.Array) -> jax.Array:
+def _to_device(parts: list[tuple[Any, np.ndarray]], old: jax.Array) -> jax.Array:
     arrays = [jax.device_put(np.reshape(value, old.sharding.shard_shape(old.shape)), d) for d, value in parts]
     return jax.make_array_from_single_device_arrays(old.shape, old.sharding, arrays)
 

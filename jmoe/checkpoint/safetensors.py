@@ -271,14 +271,16 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
             rows = bounds[axis][1] - bounds[axis][0]
         cut = tuple(slice(b, e) for b, e in bounds[axis + 1 :])
         whole = all(slice(0, n) == c for n, c in zip(shape[axis + 1 :], cut, strict=True))
-        direct = out is not None and whole and out.flags.c_contiguous and out.dtype == info.numpy_dtype
-        buffer = out.reshape(-1).view(np.uint8) if direct else np.empty(rows * inner, np.uint8)
-        if len(buffer) != rows * inner:
+        direct = None
+        if out is not None and whole and out.flags.c_contiguous and out.dtype == info.numpy_dtype:
+            direct = out.reshape(-1).view(np.uint8)
+        buffer = np.empty(rows * inner, np.uint8) if direct is None else direct
+        if out is not None and len(buffer) != rows * inner:
             raise ValueError(
                 f"{info.where()}: out has shape {out.shape}, the elements have {[e - b for b, e in bounds]}."
             )
-        pread_exact(self._descriptor, memoryview(buffer), info.start + offset, info.where())
-        if direct:
+        pread_exact(self._descriptor, buffer.data, info.start + offset, info.where())
+        if direct is not None and out is not None:
             return out
         array = buffer.view(info.numpy_dtype).reshape((1,) * axis + (rows,) * (axis < len(shape)) + shape[axis + 1 :])
         array = array if whole else array[(slice(None),) * (axis + 1) + cut]
@@ -349,7 +351,7 @@ def write_safetensors(
     with open(temporary, "wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         for key in ordered:
-            file.write(np.ascontiguousarray(tensors[key]).reshape(-1).view(np.uint8))
+            file.write(np.ascontiguousarray(tensors[key]).reshape(-1).view(np.uint8).data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -12,6 +12,7 @@ import fnmatch
 import functools
 import re
 from collections.abc import Mapping
+from typing import NoReturn
 
 from .errors import CheckpointError
 from .safetensors import TensorInfo
@@ -177,14 +178,14 @@ _HOW = (
 )
 
 
-def _refuse(where: str, what: str):
+def _refuse(where: str, what: str) -> NoReturn:
     raise CheckpointError(f"{where}: {what} is not supported; {_HOW}")
 
 
 def _modelopt(where: str, q: Mapping) -> Scheme:
     algo, group = q.get("quant_algo"), q.get("group_size")
     names = {"NVFP4": "nvfp4_modelopt", "MXFP8": "mxfp8"}
-    if algo not in names:
+    if not isinstance(algo, str) or algo not in names:
         _refuse(where, f"quant_algo={algo!r}")
     kind = KINDS[names[algo]]
     if group not in (None, kind.block):
@@ -206,9 +207,10 @@ def scheme_from_config(config: Mapping, hf_quant: Mapping | None, folder: str) -
             declared = _modelopt(where, q)
         elif method == "compressed-tensors":
             formats = {"nvfp4-pack-quantized": "nvfp4_ct", "mxfp8-quantized": "mxfp8"}
-            if q.get("format") not in formats:
-                _refuse(where, f"format={q.get('format')!r}")
-            declared = Scheme(KINDS[formats[q["format"]]], _strings(where, q.get("ignore")))
+            name = q.get("format")
+            if not isinstance(name, str) or name not in formats:
+                _refuse(where, f"format={name!r}")
+            declared = Scheme(KINDS[formats[name]], _strings(where, q.get("ignore")))
         elif method == "fp8":
             if q.get("weight_block_size") != [128, 128]:
                 _refuse(where, f"quant_method='fp8' with weight_block_size={q.get('weight_block_size')!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from jmoe.config import MoEConfig, from_hf
 
@@ -47,7 +48,7 @@ class Family:
 _MISSING = object()
 
 
-def get(hf: Mapping, *names: str, default=_MISSING):
+def get(hf: Mapping, *names: str, default: Any = _MISSING) -> Any:
     """The first of `names` that config.json has (and that is not null), checked to be a number, string or list."""
     for name in names:
         if hf.get(name) is not None:
@@ -57,7 +58,7 @@ def get(hf: Mapping, *names: str, default=_MISSING):
     raise CheckpointError(f"config.json: {' or '.join(map(repr, names))} is missing; it is needed to size the model.")
 
 
-def size(hf: Mapping, *names: str, default=_MISSING) -> int:
+def size(hf: Mapping, *names: str, default: Any = _MISSING) -> int:
     """As `get`, for a positive integer."""
     value = get(hf, *names, default=default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
