@@ -30,7 +30,7 @@ MATRIX = {
     "local": (PLAIN, SENDER, SENDER, SENDER, SENDER, SENDER),
     "allgather_reducescatter": (PLAIN, SENDER, SENDER, SENDER, SENDER, SENDER),
     "nvlink_two_sided": (PLAIN, SENDER, SENDER, RECEIVER, SENDER, SENDER),
-    "nvlink_one_sided": (PLAIN, SENDER, SENDER, REFUSED, SENDER, RECEIVER),
+    "nvlink_one_sided": (PLAIN, SENDER, SENDER, REFUSED, SENDER, SENDER),
     "deepep_high_throughput": (PLAIN, SENDER, RECEIVER, RECEIVER, RECEIVER, RECEIVER),
     "low_latency": (PLAIN, KERNEL, RECEIVER, RECEIVER, TO_EXPERTS, REFUSED),
     "nixl_ep": (PLAIN, KERNEL, RECEIVER, RECEIVER, TO_EXPERTS, REFUSED),
@@ -216,16 +216,18 @@ def test_f09_a_quantised_wire_is_refused_for_experts_that_want_unquantised_rows(
         decided("mxfp8", "nvlink_two_sided", experts=DEFERRING, wire="mxfp8")
 
 
-def test_f40_per_token_nvfp4_is_dispatched_in_bfloat16_by_one_sided_and_refused_where_it_must_be_quantised():
-    d = decided("nvfp4_online", "nvlink_one_sided")
-    assert (d.wire, d.where, d.delivered, d.scale) == ("bfloat16", "receiver", "nvfp4_token", "token")
-    with pytest.raises(ValueError, match=r"one_sided.*nvfp4_token.*BF16 dispatch.*two_sided"):
-        decided("nvfp4_online", "nvlink_one_sided", wire="nvfp4_token")
+def test_f40_per_token_nvfp4_travels_with_its_row_scale_in_the_layers_dtype_or_not_at_all():
+    for backend in ("nvlink_one_sided", "nvlink_two_sided", "allgather_reducescatter"):
+        carried = decided("nvfp4_online", backend)
+        assert (carried.wire, carried.where, carried.scale) == ("nvfp4_token", "sender", "token")
+        assert "row scale" in carried.reason
+        plain = decided("nvfp4_online", backend, wire="bfloat16")
+        assert (plain.wire, plain.where, plain.delivered) == ("bfloat16", "receiver", "nvfp4_token")
+        with pytest.raises(ValueError, match=rf"{backend}.*wire='nvfp4'.*no place for a token's scale.*'nvfp4_token'"):
+            decided("nvfp4_online", backend, wire="nvfp4")
     for backend in ("low_latency", "deepep_low_latency", "nixl_ep"):
         with pytest.raises(ValueError, match=r"nvfp4_token.*no slot for a token's scale.*two_sided"):
             decided("nvfp4_online", backend)
-    carried = decided("nvfp4_online", "nvlink_two_sided")
-    assert carried.wire == "nvfp4_token" and "row scale" in carried.reason
 
 
 def test_f47_forms_must_pair():

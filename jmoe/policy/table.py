@@ -65,9 +65,6 @@ _LOCAL = Rule("sender", "nothing travels on one rank; the activations are quanti
 _IN_KERNEL = Rule("kernel", "the dispatch kernel quantises 1x128 blocks on the way out")
 _PLAIN = Rule("receiver", "this backend sends only {carries} quantised; the receiver quantises what arrives")
 _TO_EXPERTS = Rule("experts", "nothing is quantised in transit or after it; the batched experts take the rows as sent")
-_TOKEN_PLAIN = Rule(
-    "receiver", "per-token NVFP4 is dispatched unquantised here: the row scale has no place among its payloads"
-)
 _OPT_IN = Rule("kernel", "JMOE_DEEPEP_LL_NVFP4 lets the low-latency dispatch kernel quantise to NVFP4")
 
 
@@ -122,8 +119,8 @@ BACKENDS: dict[str, BackendRow] = {
             name="nvlink_one_sided",
             form="standard",
             role="one NVLink domain: remote writes",
-            rules={"fp8_128": _ONCE, "mxfp8": _ONCE, "nvfp4": _ONCE, "nvfp4_token": _TOKEN_PLAIN},
-            carries=("fp8_128", "mxfp8", "nvfp4"),
+            rules={"fp8_128": _ONCE, "mxfp8": _ONCE, "nvfp4": _ONCE, "nvfp4_token": _ROW_SCALE},
+            carries=("fp8_128", "mxfp8", "nvfp4", "nvfp4_token"),
             defers=True,
             uses="remote_writes",
         ),
@@ -166,7 +163,6 @@ OPT_INS: dict[str, tuple[str, dict[str, Rule], tuple[str, ...]]] = {
 REFUSAL_REASONS: dict[tuple[str, str], str] = {
     ("low_latency", "nvfp4_token"): "its rows have no slot for a token's scale, so it stays per tensor",
     ("nixl_ep", "nvfp4_token"): "its rows have no slot for a token's scale, so it stays per tensor",
-    ("nvlink_one_sided", "nvfp4_token"): "per-token NVFP4 needs BF16 dispatch here",
 }
 
 # Backends that refusals point to: both take every family.
