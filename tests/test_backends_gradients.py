@@ -90,6 +90,29 @@ def test_cotangents_travel_in_the_layers_dtype_and_are_added_in_float32(backend)
     assert error < 0.006
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[-2], CASES[-1]], ids=name_of)
+def test_F23_cotangents_of_padding_and_of_other_ranks_weights_are_not_looked_at(case):
+    def body(x, weights, ids):
+        physical = to_physical(ids, case.placement)
+        plan = case.impl.plan(physical, case.exchange)
+
+        def dispatch(x, weights):
+            got = backends.dispatch_float(x, physical, weights, plan, **case.options())
+            return (got.x, got.weights), got.ids
+
+        (rows, own), vjp, local = jax.vjp(dispatch, x, weights, has_aux=True)
+        real = jnp.any(local >= 0, axis=1, keepdims=True)
+        return vjp((jnp.where(real, jnp.ones_like(rows), jnp.nan), jnp.where(local >= 0, jnp.ones_like(own), jnp.nan)))
+
+    x, ids, weights, _ = inputs(case, np.random.default_rng(61), "some_invalid")
+    dx, dw = jax.jit(compat.shard_map(body, mesh=mesh_of(4), in_specs=P, out_specs=P))(x, weights, ids)
+    physical = physical_of(case, ids).reshape(-1, K)
+    places = physical if case.impl.form == "batched" else physical // case.placement.num_local
+    rows = [len(set(np.where(p >= 0, q, -1)) - {-1}) for p, q in zip(physical, places, strict=True)]
+    np.testing.assert_array_equal(dx, np.broadcast_to(np.float32(rows)[:, None], dx.shape))
+    np.testing.assert_array_equal(dw, (physical >= 0) if case.impl.form == "standard" else np.zeros_like(physical))
+
+
 @pytest.mark.parametrize("backend", MOVERS)
 def test_F10_send_and_send_back_are_transposes(backend):
     case = Case(backend, 4)
