@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import mosaic_entry, tuning
 from pallas_kernels.grouped_matmul.api import Problem
-from pallas_kernels.grouped_matmul.schedule import group_bounds, max_tiles, tile_schedule
+from pallas_kernels.grouped_matmul.schedule import group_bounds, max_tiles, num_tiles, read_tile, tile_schedule
 from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
 
 needs_interpreter = pytest.mark.skipif(
@@ -51,35 +51,41 @@ def few_blocks(monkeypatch):
 # --- schedule
 
 
+def tiles_of(schedule, num_rows, block, box, **options):
+    """(weight, first, last, rows) of all tiles, as a kernel reads them."""
+    count = int(num_tiles(schedule, num_rows, block, **options))
+    return np.stack(read_tile(schedule, jnp.arange(count), block, box), axis=1)
+
+
 @pytest.mark.parametrize("sizes", [[1, 0, 7, 64, 65, 191, 192, 193], [0] * 8, [1000] + [0] * 7, [2000] * 8, [128] * 8])
 @pytest.mark.parametrize(("block", "box"), [(128, 64), (16, 16), (256, 64)])
-def test_tiles_cover_every_row_of_every_group_and_none_twice_with_other_weights(sizes, block, box):
-    tiles, count = tile_schedule(jnp.asarray(sizes, jnp.int32), num_rows=1000, block_m=block, box=box)
-    assert tiles.shape == (4 * max_tiles(1000, 8, block),)
+def test_tiles_cover_every_row_of_every_group_and_none_with_other_weights(sizes, block, box):
+    schedule = tile_schedule(jnp.asarray(sizes, jnp.int32), num_rows=1000, block=block)
+    assert schedule.weight.shape == (max_tiles(1000, 8, block),)
     owner = np.repeat(np.arange(9), np.diff(np.minimum(np.concatenate([[0], np.cumsum(sizes), [10**6]]), 1000)))
     owner = np.where(owner == 8, -1, owner)
     covered = np.full(1000, -2)
-    for weight, first, last, rows in np.asarray(tiles).reshape(-1, 4)[: int(count[0])]:
-        assert 0 < rows <= block and np.all(owner[first : first + rows] == weight)
+    for weight, first, last, rows in tiles_of(schedule, 1000, block, box):
+        assert rows <= block and np.all(owner[first : first + rows] == weight)
         assert last == max(first, first + rows - box)
         covered[first : first + rows] = weight
     np.testing.assert_array_equal(covered, owner)
+    with_rows = tiles_of(schedule, 1000, block, box, zero_tail=False)
+    assert np.all(with_rows[with_rows[:, 3] > 0, 0] >= 0)
 
 
 def test_a_schedule_for_a_part_of_the_groups_gives_zero_tiles_to_the_others():
     sizes = jnp.asarray([30, 40, 50, 20], jnp.int32)
-    tiles, count = tile_schedule(sizes, num_rows=150, block_m=16, box=16, group_offset=jnp.int32(1), num_weights=2)
-    weight, first, _, rows = np.asarray(tiles).reshape(-1, 4)[: int(count[0])].T
-    of_row = np.concatenate([np.full(r, w) for w, f, r in zip(weight, first, rows, strict=True) for _ in [f]])
-    assert set(of_row) == {-1, 0, 1}
+    schedule = tile_schedule(sizes, num_rows=150, block=16, group_offset=jnp.int32(1), num_weights=2)
+    weight, first, _, _ = tiles_of(schedule, 150, 16, 16).T
     assert np.all(weight[(first >= 30) & (first < 70)] == 0) and np.all(weight[(first >= 70) & (first < 120)] == 1)
-    assert np.all(weight[(first < 30) | (first >= 120)] == -1)
+    assert np.all(weight[(first < 30) | (first >= 120)] == -1) and set(weight) == {-1, 0, 1}
 
 
 def test_group_bounds_are_cut_at_the_last_row():
     starts, ends = group_bounds(jnp.asarray([5, -3, 10, 100], jnp.int32), 20)
-    np.testing.assert_array_equal(starts, [0, 5, 5, 15, 20])
-    np.testing.assert_array_equal(ends, [5, 5, 15, 20, 20])
+    np.testing.assert_array_equal(starts, [0, 5, 5, 15])
+    np.testing.assert_array_equal(ends, [5, 5, 15, 20])
 
 
 # --- choice

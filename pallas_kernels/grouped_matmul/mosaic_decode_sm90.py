@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_dequant import Packed, dequantise, permute_columns
 from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
-from .schedule import TILE_FIELDS
+from .schedule import Schedule, num_tiles, read_tile
 
 _ROWS = 64  # of a weight, for one warpgroup
 _WIDTH = 64  # BF16 elements in one swizzle
@@ -73,8 +73,7 @@ def box_rows(first, rows, index: int, box: int):
 
 
 def _body(
-    tiles,
-    count,
+    schedule,
     x,
     w,
     scales,
@@ -90,6 +89,7 @@ def _body(
     *,
     config,
     packed,
+    zero_tail,
     interpret,
 ):
     c: DecodeConfig = config
@@ -103,13 +103,13 @@ def _body(
     boxes = c.block_t // c.box
     wg = lax.axis_index("wg")
     blocks = lax.axis_size("block")
-    my_tiles = lax.div(count[0] * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
+    num_t = num_tiles(schedule, out.shape[0], c.block_t, zero_tail=zero_tail)
+    my_tiles = lax.div(num_t * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
     def tile(i):
         index = lax.axis_index("block") + i * blocks
-        t = lax.div(index, n_tiles)
-        field = [tiles[t * TILE_FIELDS + j] for j in (0, 1, 3)]
-        return *field, lax.rem(index, n_tiles) * c.block_n
+        weight, first, _, rows = read_tile(schedule, lax.div(index, n_tiles), c.block_t, c.box)
+        return weight, first, rows, lax.rem(index, n_tiles) * c.block_n
 
     @pl.when(wg == c.consumers)
     def _produce():
@@ -272,18 +272,18 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "packed", "out_dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "packed", "out_dtype", "zero_tail", "interpret"))
 def grouped_matmul_decode(
     x: jax.Array,  # [M, K]
     w: jax.Array,  # [G, N, K] like x, or uint8 [G, N, K / packed.per_byte]
-    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_t, box=config.box)
-    count: jax.Array,  # int32 [1]
+    schedule: Schedule,  # for block=config.block_t
     scales: jax.Array | None = None,  # uint8 [G, N, K / block]; f32: float32 [G, N / 128, K / 128]
     factors: jax.Array | None = None,  # float32 [G] or [G, N], NVFP4's decode scale of each matrix or row
     *,
     config: DecodeConfig = DecodeConfig(),  # noqa: B008
     packed: Packed | None = None,
     out_dtype=None,
+    zero_tail: bool = True,
     interpret=None,
 ) -> jax.Array:  # [M, N]
     """Rows of x times the transposed weight of their group, BF16 or `packed`.
@@ -315,7 +315,7 @@ def grouped_matmul_decode(
     boxes = c.block_t // c.box
     x_copies = 1 if packed and boxes == 1 else boxes * x_chunks
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, packed=packed, interpret=bool(interpret)),
+        functools.partial(_body, config=c, packed=packed, zero_tail=zero_tail, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() * c.per_sm,),
         grid_names=("block",),
@@ -335,4 +335,4 @@ def grouped_matmul_decode(
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tiles, count, x, w, unused if scales is None else scales, unused if factors is None else factors)
+    return kernel(schedule, x, w, unused if scales is None else scales, unused if factors is None else factors)

@@ -76,17 +76,6 @@ def _pad_rows(x: jax.Array, rows: int) -> jax.Array:
     return x if x.shape[0] >= rows else jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
 
 
-def _schedule(group_sizes, group_offset, num_weights: int, num_rows: int, block: int, box: int):
-    return tile_schedule(
-        group_sizes,
-        num_rows=num_rows,
-        block_m=block,
-        box=box,
-        group_offset=group_offset,
-        num_weights=num_weights,
-    )
-
-
 def _config(kernel: str, cls, weights: str, num_rows: int, num_groups: int, n: int, k: int):
     rows = tuning.rows_per_group(num_rows, num_groups)
     return cls(**tuning.lookup(kernel, weights=weights, rows=rows, n=n, k=k))
@@ -115,8 +104,10 @@ def _direct(kernel, x, w, group_sizes, group_offset, out_dtype, *, n=None, **opt
     m, k = x.shape
     c = _config(kernel, Config, str(w.dtype), m, w.shape[0], n or w.shape[1], k)
     x = _pad_rows(x, BOX)
-    tiles, count = _schedule(group_sizes, group_offset, w.shape[0], x.shape[0], c.block_m, BOX)
-    return grouped_matmul(x, w, tiles, count, config=c, out_dtype=jnp.dtype(out_dtype), **options)[:m]
+    schedule = tile_schedule(
+        group_sizes, num_rows=x.shape[0], block=c.block_m, group_offset=group_offset, num_weights=w.shape[0]
+    )
+    return grouped_matmul(x, w, schedule, config=c, out_dtype=jnp.dtype(out_dtype), **options)[:m]
 
 
 def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
@@ -137,12 +128,13 @@ def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Arr
         x = jnp.pad(x, ((0, 0), (0, data.shape[2] * packed.per_byte - k))).astype(jnp.bfloat16)
     c = _config("decode", DecodeConfig, name, m, groups, n, k)
     x = _pad_rows(x, c.box)
-    tiles, count = _schedule(group_sizes, group_offset, groups, x.shape[0], c.block_t, c.box)
+    schedule = tile_schedule(
+        group_sizes, num_rows=x.shape[0], block=c.block_t, group_offset=group_offset, num_weights=groups
+    )
     out = grouped_matmul_decode(
         x,
         data,
-        tiles,
-        count,
+        schedule,
         scales,
         factors,
         config=c,
@@ -160,9 +152,11 @@ def _fp8(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
     m, n = x.shape[0], w.shape[1]
     c = _config("fp8", Fp8Config, "fp8_128x128", m, w.shape[0], n, x.shape[1])
     data, scale = _pad_rows(x.data, BOX), _pad_rows(x.block_scale, BOX)
-    tiles, count = _schedule(group_sizes, group_offset, w.shape[0], data.shape[0], 2 * BOX, BOX)
+    schedule = tile_schedule(
+        group_sizes, num_rows=data.shape[0], block=2 * BOX, group_offset=group_offset, num_weights=w.shape[0]
+    )
     out = grouped_matmul_fp8(
-        data, scale, w.data, w.block_scale, tiles, count, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret
+        data, scale, w.data, w.block_scale, schedule, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret
     )
     return out[:m]
 
@@ -188,7 +182,7 @@ def drhs(dy, x, group_sizes, *, num_groups: int, group_offset=None, out_dtype, i
     c = _config("drhs", DrhsConfig, str(dy.dtype), m, num_groups, n, x.shape[1])
     rows = max(64, m + -m % 8)
     dy, x = _pad_rows(dy, rows), _pad_rows(x, rows)
-    starts, ends = (a[:-1] for a in group_bounds(group_sizes, rows))
+    starts, ends = group_bounds(group_sizes, rows)
     if group_offset is not None:
         # Groups past the end of group_sizes are empty; padded first, because dynamic_slice moves a window back inside.
         starts, ends = (

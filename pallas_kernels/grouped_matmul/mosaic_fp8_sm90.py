@@ -29,7 +29,7 @@ from .mosaic_sm90 import (
     swizzled,
     walk,
 )
-from .schedule import TILE_FIELDS
+from .schedule import Schedule, num_tiles, read_tile
 
 _BLOCK = 128  # columns of K under one scale, and the depth of one stage
 _PART = 128  # columns of the output that are summed and scaled together
@@ -52,7 +52,22 @@ class Fp8Config:
 
 
 def _body(
-    tiles, count, x, sx, w, sw, out, a_smem, b_smem, s_smem, out_smem, full, empty, *, config: Fp8Config, interpret
+    schedule,
+    x,
+    sx,
+    w,
+    sw,
+    out,
+    a_smem,
+    b_smem,
+    s_smem,
+    out_smem,
+    full,
+    empty,
+    *,
+    config: Fp8Config,
+    zero_tail,
+    interpret,
 ):
     c = config
     k, n = x.shape[1], out.shape[1]
@@ -62,7 +77,7 @@ def _body(
     n_tiles = pl.cdiv(n, c.block_n * c.cluster)
     parts = c.block_n // _PART
     wg = lax.axis_index("wg")
-    num_m = count[0]
+    num_m = num_tiles(schedule, x.shape[0], 2 * BOX, zero_tail=zero_tail)
     blocks = lax.axis_size("block")
     my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
@@ -70,8 +85,7 @@ def _body(
         m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        field = [tiles[m_tile * TILE_FIELDS + j] for j in range(TILE_FIELDS)]
-        return *field, n_tile * c.block_n
+        return *read_tile(schedule, m_tile, 2 * BOX, BOX), n_tile * c.block_n
 
     @pl.when(wg == CONSUMERS)
     def _produce():
@@ -164,17 +178,17 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "zero_tail", "interpret"))
 def grouped_matmul_fp8(
     x: jax.Array,  # float8_e4m3fn [M, K]
     sx: jax.Array,  # float32 [M, K / 128]
     w: jax.Array,  # float8_e4m3fn [G, N, K]
     sw: jax.Array,  # float32 [G, N / 128, K / 128]
-    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=128, box=BOX)
-    count: jax.Array,  # int32 [1]
+    schedule: Schedule,  # for block=128
     *,
     config: Fp8Config = Fp8Config(),  # noqa: B008
     out_dtype=jnp.bfloat16,
+    zero_tail: bool = True,
     interpret=None,
 ) -> jax.Array:  # [M, N]
     """Rows of x times the transposed weight of their group. M >= 64 and a multiple of 4; N of 64, K of 128."""
@@ -192,7 +206,7 @@ def grouped_matmul_fp8(
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
     out_shape = (CONSUMERS, c.out_slots, BOX, SWIZZLE // out_dtype.itemsize)
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, interpret=bool(interpret)),
+        functools.partial(_body, config=c, zero_tail=zero_tail, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() // c.cluster,),
         grid_names=("block",),
@@ -211,4 +225,4 @@ def grouped_matmul_fp8(
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tiles, count, x, sx.T, w, sw)
+    return kernel(schedule, x, sx.T, w, sw)

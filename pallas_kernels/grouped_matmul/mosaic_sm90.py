@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .schedule import TILE_FIELDS
+from .schedule import Schedule, num_tiles, read_tile
 
 BOX = 64
 SWIZZLE = 128
@@ -183,7 +183,9 @@ def gated_product(gate: jax.Array, up: jax.Array, activation: Gate) -> jax.Array
     return 0.5 * gate * (1.0 + jnp.tanh(inner)) * up
 
 
-def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, config, gate, transposed, interpret):
+def _body(
+    schedule, x, w, out, a_smem, b_smem, out_smem, full, empty, *, config, gate, transposed, zero_tail, interpret
+):
     c: Config = config
     _, k = x.shape
     _, n = out.shape
@@ -194,7 +196,7 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
     k_steps = pl.cdiv(k, c.block_k)
     n_tiles = pl.cdiv(n, tile_n * c.cluster)
     wg = lax.axis_index("wg")
-    num_m = count[0]
+    num_m = num_tiles(schedule, x.shape[0], c.block_m, zero_tail=zero_tail)
     blocks = lax.axis_size("block")
     my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
@@ -202,8 +204,7 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
         m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        field = [tiles[m_tile * TILE_FIELDS + j] for j in range(TILE_FIELDS)]
-        return *field, n_tile * tile_n
+        return *read_tile(schedule, m_tile, c.block_m, BOX), n_tile * tile_n
 
     @pl.when(wg == CONSUMERS)
     def _produce():
@@ -348,22 +349,22 @@ def _body(tiles, count, x, w, out, a_smem, b_smem, out_smem, full, empty, *, con
         plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "gate", "transposed", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "out_dtype", "gate", "transposed", "zero_tail", "interpret"))
 def grouped_matmul(
     x: jax.Array,  # [M, K]
     w: jax.Array,  # [G, N, K]; transposed: [G, K, N]; gate: [G, 2, N, K]
-    tiles: jax.Array,  # int32, from schedule.tile_schedule(block_m=config.block_m, box=BOX)
-    count: jax.Array,  # int32 [1]
+    schedule: Schedule,  # for block=config.block_m
     *,
     config: Config = Config(),  # noqa: B008
     out_dtype=None,
     gate: Gate | None = None,
     transposed: bool = False,
+    zero_tail: bool = True,
     interpret=None,
 ) -> jax.Array:  # [M, N]
     """Rows of x times the weight of their group (see the module's docstring for the variants).
 
-    M >= 64; N and K multiples of 64.
+    M >= 64; N and K multiples of 64. zero_tail: without it, rows past the sum of the group sizes are left unwritten.
     """
     (m, k), n = x.shape, w.shape[2 if transposed or gate else 1]
     c = config
@@ -381,7 +382,9 @@ def grouped_matmul(
     b_shape = (c.block_k, c.block_n) if transposed else (c.block_n, c.block_k)
     out_shape = (CONSUMERS, c.out_slots, BOX, SWIZZLE // out_dtype.itemsize)
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, gate=gate, transposed=transposed, interpret=bool(interpret)),
+        functools.partial(
+            _body, config=c, gate=gate, transposed=transposed, zero_tail=zero_tail, interpret=bool(interpret)
+        ),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() // c.cluster,),
         grid_names=("block",),
@@ -399,4 +402,4 @@ def grouped_matmul(
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(tiles, count, x, w)
+    return kernel(schedule, x, w)

@@ -1,70 +1,105 @@
 """Which rows of which group each tile of a grouped matmul works on, computed on the device.
 
-M rows, sorted by group; G groups. A tile covers at most `block_m` rows of one group and is read as boxes of `box`
-rows, so that a kernel can use copies of a fixed size whatever the group sizes are: the last tile of a group does not
-reach over the group's end but is moved up until it ends there, and computes some rows twice (with the same operations
-in the same order, so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
+M rows, sorted by group; G groups. A tile covers at most `block` rows of one group and is read as boxes of `box` rows,
+so that a kernel can use copies of a fixed size whatever the group sizes are: the last tile of a group does not reach
+over the group's end but is moved up until it ends there, and computes some rows twice (with the same operations in
+the same order, so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
+
+Everything is written as sums over masks, not as prefix sums and gathers, because XLA turns that into two small
+kernels instead of five; two matmuls over the same rows share them.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
-#: int32 fields of a tile: weight matrix (-1: write zeros), first row of box 0, first row of the last box, rows.
-TILE_FIELDS = 4
+
+class Schedule(NamedTuple):
+    """Tiles in row order. All int32. A kernel reads one entry of the first four arrays for each tile.
+
+    weight: index of the weight matrix, -1 where the tile is to be zero. first: the row that the tile would begin with
+    if tiles of a group followed each other without moving up. start, end: rows of its group, cut at M. row_start,
+    tile_start: first row and first tile of each group; entry G is the tail of rows that no group owns.
+    """
+
+    weight: jax.Array  # [T]
+    first: jax.Array  # [T]
+    start: jax.Array  # [T]
+    end: jax.Array  # [T]
+    row_start: jax.Array  # [G + 1]
+    tile_start: jax.Array  # [G + 1]
 
 
-def max_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
+def max_tiles(num_rows: int, num_groups: int, block: int) -> int:
     """Upper bound on the number of tiles, the tail of rows that belong to no group included."""
-    return num_rows // block_m + num_groups + 1
+    return num_rows // block + num_groups + 1
+
+
+def _before(values: jax.Array) -> jax.Array:
+    """Sums of the entries before each of [G + 1] places. [G] -> [G + 1]."""
+    size = values.shape[0]
+    mask = jnp.arange(size)[None, :] < jnp.arange(size + 1)[:, None]
+    return jnp.sum(jnp.where(mask, values[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def group_bounds(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """First row and one past the last row of each group, clipped to [0, M]; entry G is the tail that no group owns.
-
-    group_sizes: int32 [G]. Negative sizes count as zero. Returns two int32 [G + 1].
-    """
+    """First row and one past the last row of each group, cut at M. Two int32 [G]; negative sizes count as zero."""
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
-    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), jnp.int32(num_rows))
-    ends = jnp.concatenate([ends, jnp.full((1,), num_rows, jnp.int32)])
-    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    return starts, ends
+    starts = jnp.minimum(_before(sizes)[:-1], num_rows)
+    return starts, jnp.minimum(starts + sizes, num_rows)
 
 
 def tile_schedule(
     group_sizes: jax.Array,  # [G]
     *,
     num_rows: int,
-    block_m: int,
-    box: int,
+    block: int,
     group_offset: jax.Array | int | None = None,
     num_weights: int | None = None,
-    zero_tail: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    """Tiles in row order, and how many there are.
+) -> Schedule:
+    """The tiles of `block` rows for groups of these sizes (negative sizes count as zero; the sum is cut at M).
 
     group_offset, num_weights: the weight of group g is g - group_offset; groups without a weight in [0, num_weights)
         give tiles of zeros. Defaults: 0 and G.
-    zero_tail: also emit tiles (weight -1) for the rows past the sum of the group sizes.
-    Returns (tiles int32 [max_tiles * 4] as TILE_FIELDS says, count int32 [1]).
     """
     num_groups = group_sizes.shape[0]
     num_weights = num_groups if num_weights is None else num_weights
-    starts, ends = group_bounds(group_sizes, num_rows)
-    per_group = -((starts - ends) // block_m)
-    if not zero_tail:
-        per_group = per_group.at[num_groups].set(0)
-    tile_ends = jnp.cumsum(per_group, dtype=jnp.int32)
-    t = jnp.arange(max_tiles(num_rows, num_groups, block_m), dtype=jnp.int32)
-    group = jnp.sum(t[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, num_groups)
-    start, end = starts[group], ends[group]
-    index = t - (tile_ends - per_group)[group]
-    first = jnp.maximum(jnp.minimum(start + index * block_m, end - block_m), start)
-    rows = jnp.minimum(end - first, block_m)
-    last = jnp.maximum(first, jnp.minimum(first + block_m, end) - box)
+    sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
+    row_start, tile_start = _before(sizes), _before((sizes + block - 1) // block)
+    group = jnp.arange(num_groups + 1, dtype=jnp.int32)
+    start = jnp.minimum(row_start, num_rows)
+    end = jnp.where(group == num_groups, num_rows, jnp.minimum(row_start + jnp.pad(sizes, (0, 1)), num_rows))
+    tile_end = tile_start + jnp.where(group == num_groups, num_rows, jnp.pad((sizes + block - 1) // block, (0, 1)))
     offset = jnp.int32(0) if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
     weight = group - offset
     weight = jnp.where((weight >= 0) & (weight < num_weights) & (group < num_groups), weight, -1)
-    return jnp.stack([weight, first, last, rows], axis=1).reshape(-1), tile_ends[-1:]
+    t = jnp.arange(max_tiles(num_rows, num_groups, block), dtype=jnp.int32)[:, None]
+    mine = (t >= tile_start[None, :]) & (t < tile_end[None, :])  # [T, G + 1]
+
+    def pick(values):
+        return jnp.sum(jnp.where(mine, values, 0), axis=1, dtype=jnp.int32)
+
+    first = pick(start[None, :] + (t - tile_start[None, :]) * block)
+    return Schedule(pick(weight[None, :]), first, pick(start[None, :]), pick(end[None, :]), row_start, tile_start)
+
+
+def num_tiles(schedule: Schedule, num_rows: int, block: int, *, zero_tail: bool = True):
+    """How many tiles there are; inside a kernel, `schedule` holds references."""
+    last = schedule.tile_start.shape[0] - 1
+    count = schedule.tile_start[last]
+    if zero_tail:
+        tail = jnp.maximum(num_rows - schedule.row_start[last], 0)
+        count = count + jax.lax.div(tail + (block - 1), jnp.int32(block))
+    return jnp.minimum(count, schedule.weight.shape[0])
+
+
+def read_tile(schedule: Schedule, index, block: int, box: int):
+    """(weight, first row, first row of the last box, rows) of a tile; rows <= 0 where a sum of sizes was cut at M."""
+    first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
+    top = jnp.maximum(jnp.minimum(first, end - block), start)
+    rows = jnp.minimum(end - top, block)
+    weight = jnp.where(rows > 0, schedule.weight[index], -1)
+    return weight, top, jnp.maximum(top, top + rows - box), rows
