@@ -118,11 +118,16 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
 
         @pl.when(role == 1)
         def _store():
-            def step(i, _):
-                stage = lax.rem(i, int32(stages))
-                found = places(first + i * blocks, *table_refs)
+            def find(i):
+                token = jnp.minimum(first + i * blocks, int32(tokens - 1))
+                found = places(token, *table_refs)
                 if split:
                     found = [(peer, jnp.where((peer == me) == local, place, int32(-1))) for peer, place in found]
+                return tuple(found)
+
+            def step(i, found):
+                stage = lax.rem(i, int32(stages))
+                following = find(i + int32(1))  # asked for one row ahead, so that nobody waits for the tables
                 plgpu.barrier_wait(full.at[stage])
                 for peer, place in found:
 
@@ -138,9 +143,9 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
                     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
                     plgpu.barrier_arrive(empty.at[lax.rem(i - int32(in_flight), int32(stages))])
 
-                return ()
+                return following
 
-            lax.fori_loop(int32(0), trips, step, ())
+            lax.fori_loop(int32(0), trips, step, find(int32(0)))
             send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
             plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
             completion(axis_name, num_ranks, schedule)

@@ -105,7 +105,13 @@ def push_quantized(
     data_bytes = fmt.data_bytes(width)
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_rows(tokens, row)
-    stages = min(schedule.stages, SHARED_MEMORY // (2 * width + row))
+    # A multiple of the quantising warpgroups: each stage belongs to one of them, which so misses no phase of it.
+    stages = min(schedule.stages, SHARED_MEMORY // (2 * width + row)) // warpgroups * warpgroups
+    if stages == 0:
+        raise ValueError(
+            f"push_quantized: rows of {width} values leave no room for {warpgroups} of them in shared memory. Use fewer "
+            "warpgroups, or quantise first and use push_rows."
+        )
     starts = [*range(0, blocks_per_row - LANES + 1, LANES)]
     if starts[-1] + LANES < blocks_per_row:
         starts.append(blocks_per_row - LANES)  # overlaps the one before: the same bytes are written twice
@@ -210,10 +216,14 @@ def push_quantized(
             first = role - int32(1)
             mine = lax.div(jnp.maximum(trips - first + int32(warpgroups - 1), int32(0)), int32(warpgroups))
 
-            def step(n, _):
+            def find(n):
+                token = block + (first + n * int32(warpgroups)) * blocks
+                return tuple(places(jnp.minimum(token, int32(tokens - 1)), *table_refs))
+
+            def step(n, found):
                 i = first + n * int32(warpgroups)
                 stage = lax.rem(i, int32(stages))
-                found = places(block + i * blocks, *table_refs)
+                following = find(n + int32(1))
                 plgpu.barrier_wait(full.at[stage])
                 quantize_row(stage)
                 plgpu.commit_smem()
@@ -231,9 +241,9 @@ def push_quantized(
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     plgpu.barrier_arrive(empty.at[lax.rem(i - int32(warpgroups), int32(stages))])
 
-                return ()
+                return following
 
-            lax.fori_loop(int32(0), mine, step, ())
+            lax.fori_loop(int32(0), mine, step, find(int32(0)))
 
             @pl.when(role == 1)
             def _():
