@@ -65,7 +65,7 @@ def test_target_and_draft_share_one_workspace_whatever_the_order():
     """A quantised target and a BF16 draft: the union is that of the larger rows, and both still compute the same."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
     base = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, num_experts_per_tok=2)
-    quant = QuantConfig(activations="nvfp4_token", weights=None, wire="nvfp4_token")
+    quant = QuantConfig(activations="mxfp8", weights=None, wire="mxfp8")
     target = build_moe(dataclasses.replace(base, quant=quant), mesh=mesh, backend="nvlink_two_sided")
     draft = build_moe(base, mesh=mesh, backend="nvlink_two_sided")
     both = share_workspace(target, draft, tokens=8)
@@ -87,4 +87,4 @@ def test_target_and_draft_share_one_workspace_whatever_the_order():
 
     quantised, plain = step(params, x)
     error = jnp.linalg.norm((quantised - plain).astype(jnp.float32)) / jnp.linalg.norm(plain.astype(jnp.float32))
-    assert 0.02 < float(error) < 0.3
+    assert 0.01 < float(error) < 0.1

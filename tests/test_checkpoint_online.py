@@ -136,7 +136,7 @@ def test_F38_modelopt_fp4_contract(allow):
 
 def test_F38_an_absent_static_scale_is_one(rng, tmp_path):
     config, tensors = tiny(rng)
-    experts = load_moe_layer(MemoryCheckpoint(config, tensors), 0, quant="modelopt_fp4", sharding=over(2)).experts
+    experts = load_moe_layer(MemoryCheckpoint(config, tensors), 0, quant="modelopt_fp4").experts
     assert experts.input_scale.shape == () and float(experts.input_scale) == 1.0
     np.testing.assert_array_equal(experts.intermediate_scale, np.ones(4, np.float32))
     assert experts.input_scale.dtype == jnp.float32 and not experts.input_scale.weak_type

@@ -15,7 +15,7 @@ from jmoe.placement import Placement, even_placement
 
 from .folder import Source
 from .leaves import materialize, num_ranks
-from .online import load_online
+from .online import allocate_layers, load_online
 from .plan import StaticScales, as_dtype, plan_moe_layer, plan_rest
 from .progress import progress_bar
 
@@ -62,28 +62,25 @@ def load_moe_layer(
     Raises CheckpointError (a ValueError) that names file and key where the data contradicts itself, ValueError for
     arguments that do not go together.
     """
-    placement = placement_for(ckpt, sharding, placement)
+    return _load(
+        ckpt,
+        layer,
+        sharding=sharding,
+        placement=placement_for(ckpt, sharding, placement),
+        dtype=dtype,
+        dequantize=dequantize,
+        quant=quant,
+        static_scales=static_scales,
+    )
+
+
+def _load(ckpt, layer, *, sharding, placement, dtype, dequantize, quant, static_scales, into=None) -> MoEParams:
+    options = {"placement": placement, "dtype": as_dtype(dtype), "static_scales": static_scales}
     if quant is not None:
         if dequantize is not None:
             raise ValueError(f"quant={quant!r} and dequantize={dequantize!r} exclude each other; give one of them.")
-        return load_online(
-            ckpt,
-            layer,
-            quant,
-            sharding=sharding,
-            placement=placement,
-            dtype=as_dtype(dtype),
-            static_scales=static_scales,
-        )
-    plan = plan_moe_layer(
-        ckpt,
-        layer,
-        placement=placement,
-        dtype=as_dtype(dtype),
-        dequantize=as_dtype(dequantize),
-        static_scales=static_scales,
-    )
-    return materialize(plan, sharding)
+        return load_online(ckpt, layer, quant, sharding=sharding, into=into, **options)
+    return materialize(plan_moe_layer(ckpt, layer, dequantize=as_dtype(dequantize), **options), sharding)
 
 
 def load_moe_layers(
@@ -103,12 +100,16 @@ def load_moe_layers(
     Other arguments as `load_moe_layer`.
     """
     wanted = list(ckpt.catalog.blocks if layers is None else layers)
+    placement = placement_for(ckpt, sharding, placement)
+    room = {}
+    if quant is not None and dequantize is None:
+        room = allocate_layers(ckpt, wanted, quant, sharding=sharding, placement=placement)
     with progress_bar(f"Loading {ckpt.name}", len(wanted), show=progress) as bar:
         device = getattr(jax.config, "jax_default_device", None)  # the caller's, which threads do not inherit
 
         def load(layer: int) -> MoEParams:
             with jax.default_device(device):
-                params = load_moe_layer(
+                params = _load(
                     ckpt,
                     layer,
                     sharding=sharding,
@@ -117,6 +118,7 @@ def load_moe_layers(
                     dequantize=dequantize,
                     quant=quant,
                     static_scales=static_scales,
+                    into=room.pop(layer, None),
                 )
                 jax.block_until_ready(params)
             bar.advance(1)

@@ -90,24 +90,38 @@ def resolve_quant(
     return QuantConfig(activations=activations, weights=spec.weights, intermediate=activations)
 
 
+def _quantize(w: jax.Array, fmt: str, joint: bool) -> QTensor:
+    return quantize_weights(w, fmt, scale_axes=(1,) if joint else ())
+
+
 @functools.cache
-def _programs(fmt: str, joint: bool, sharding: jax.sharding.NamedSharding | None):
-    """(quantise a chunk, join chunks), each one program over all devices: every device works on its own experts."""
+def _filler(fmt: str, joint: bool, sharding: jax.sharding.NamedSharding | None):
+    """fill(buffers, chunk, first): quantises a chunk of experts into the buffers, from `first` of each rank on.
 
-    def quantize(w):
-        return quantize_weights(w, fmt, scale_axes=(1,) if joint else ())
+    One program over all devices, each on its own experts; the buffers are donated.
+    """
 
-    def join(*chunks):
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
+    def fill(buffers: QTensor, chunk: jax.Array, first: jax.Array) -> QTensor:
+        q = _quantize(chunk, fmt, joint)
+        return jax.tree.map(lambda b, x: jax.lax.dynamic_update_slice_in_dim(b, x, first, 0), buffers, q)
 
-    if sharding is None:
-        return jax.jit(quantize), jax.jit(join)
-    spec = sharding.spec
+    if sharding is not None:
+        spec = sharding.spec
+        none = jax.sharding.PartitionSpec()
+        fill = shard_map(fill, mesh=sharding.mesh, in_specs=(spec, spec, none), out_specs=spec)
+    return jax.jit(fill, donate_argnums=0)
 
-    def spread(f):
-        return jax.jit(shard_map(f, mesh=sharding.mesh, in_specs=spec, out_specs=spec))
 
-    return spread(quantize), spread(join)
+def allocate(leaf: Leaf, fmt: str, sharding: jax.sharding.Sharding | None, *, joint: bool) -> QTensor:
+    """Zeros on the devices, of the size that the leaf's weights will have in `fmt`."""
+    k, block = leaf.shape[-1], get_format(fmt)
+    if block.block_rows == 1 and k % block.block:
+        raise ValueError(
+            f"{fmt!r} needs a contracted size that is a multiple of {block.block}, got {k} in weights of shape "
+            f"{leaf.shape}; use quant='fp8_block', or keep the layer unquantised."
+        )
+    shapes = jax.eval_shape(lambda w: _quantize(w, fmt, joint), jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)))
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=sharding), shapes)
 
 
 def _chunk(count: int, nbytes: int) -> int:
@@ -116,20 +130,18 @@ def _chunk(count: int, nbytes: int) -> int:
     return next(n for n in range(most, 0, -1) if count % n == 0)
 
 
-def quantize_leaf(leaf: Leaf, fmt: str, sharding: jax.sharding.Sharding | None, *, joint: bool) -> QTensor:
-    """A leaf of float weights [P, ..., N, K] as a QTensor on its devices. joint: axis 1 shares one global scale."""
-    k, block = leaf.shape[-1], get_format(fmt)
-    if block.block_rows == 1 and k % block.block:
-        raise ValueError(
-            f"{fmt!r} needs a contracted size that is a multiple of {block.block}, got {k} in weights of shape "
-            f"{leaf.shape}; use quant='fp8_block', or keep the layer unquantised."
-        )
+def quantize_leaf(
+    leaf: Leaf, fmt: str, sharding: jax.sharding.Sharding | None, *, joint: bool, into: QTensor | None = None
+) -> QTensor:
+    """A leaf of float weights [P, ..., N, K] as a QTensor on its devices. joint: axis 1 shares one global scale.
+
+    into: buffers of `allocate`, which are donated; None makes them.
+    """
     spread = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
-    quantize, join = _programs(fmt, joint, spread)
-    ranks = num_ranks(spread)
+    fill, ranks = _filler(fmt, joint, spread), num_ranks(spread)
+    out = allocate(leaf, fmt, sharding, joint=joint) if into is None else into
     per_rank = leaf.shape[0] // ranks
     step = _chunk(per_rank, math.prod(leaf.shape[1:]) * leaf.dtype.itemsize * per_rank)
-    chunks = []
     for first in range(0, per_rank, step):
 
         def read(index, first=first):
@@ -137,9 +149,43 @@ def quantize_leaf(leaf: Leaf, fmt: str, sharding: jax.sharding.Sharding | None, 
             start = index[0].start // step * per_rank + first
             return leaf.read((slice(start, start + step), *index[1:]))
 
-        piece = to_array(Leaf((ranks * step, *leaf.shape[1:]), leaf.dtype, read, experts=True), sharding)
-        chunks.append(jax.block_until_ready(quantize(piece)))  # so that no more than this chunk is unquantised
-    return chunks[0] if len(chunks) == 1 else join(*chunks)
+        chunk = to_array(Leaf((ranks * step, *leaf.shape[1:]), leaf.dtype, read, experts=True), sharding)
+        out = jax.block_until_ready(fill(out, chunk, jnp.int32(first)))  # no more than this chunk is unquantised
+    return out
+
+
+def plan_online(source: Source, layer: int, quant: str, **options: Any) -> tuple[Online, bool, MoEParams]:
+    """(the contract, whether the stored experts are kept as they are, the layer's plan with experts to quantise)."""
+    stored, block = source.scheme.name, source.catalog.blocks.get(layer)
+    if block is not None and block.kind is None:
+        stored = "unquantised"  # also where the scheme's ignore list exempts this layer
+    resolve_quant(quant, stored)
+    spec = ONLINE[quant]
+    kept = stored in spec.serialized
+    decode = None if kept or stored == "unquantised" else np.dtype(np.float32)
+    return spec, kept, plan_moe_layer(source, layer, dequantize=decode, **{"dequantize_shared": None, **options})
+
+
+def allocate_layers(
+    source: Source, layers, quant: str, *, sharding: jax.sharding.Sharding | None, placement: Placement | None
+) -> dict[int, tuple[QTensor, QTensor] | None]:
+    """Room for the quantised experts of several layers, made before anything unquantised is on the devices.
+
+    Buffers that are allocated among transient ones keep the odd sizes of the gaps that those leave.
+    """
+    out: dict[int, tuple[QTensor, QTensor] | None] = {}
+    for layer in layers:
+        spec, kept, plan = plan_online(source, layer, quant, placement=placement)
+        experts: Any = plan.experts
+        out[layer] = (
+            None
+            if kept
+            else (
+                allocate(experts.gate_up, spec.weights, sharding, joint=True),
+                allocate(experts.down, spec.weights, sharding, joint=False),
+            )
+        )
+    return out
 
 
 def load_online(
@@ -152,37 +198,31 @@ def load_online(
     dtype: np.dtype | None = None,
     dequantize_shared: np.dtype | None = None,
     static_scales: StaticScales = "uniform",
+    into: tuple[QTensor, QTensor] | None = None,
 ) -> MoEParams:
     """One layer with its routed experts quantised by the contract `quant`; the rest as it is stored.
 
-    Under "modelopt_fp4" absent static scales are 1.0; `calibrate` replaces them.
+    into: buffers of `allocate_layers`. Under "modelopt_fp4" absent static scales are 1.0; `calibrate` replaces them.
     """
-    stored = source.scheme.name
-    block = source.catalog.blocks.get(layer)
-    if block is not None and block.kind is None:
-        stored = "unquantised"  # also where the scheme's ignore list exempts this layer
-    resolve_quant(quant, stored)
-    spec = ONLINE[quant]
-    kept = stored in spec.serialized
-    decode = None if kept or stored == "unquantised" else np.dtype(np.float32)
-    plan = plan_moe_layer(
+    spec, kept, plan = plan_online(
         source,
         layer,
+        quant,
         placement=placement,
         dtype=dtype,
-        dequantize=decode,
         dequantize_shared=dequantize_shared,
         static_scales=static_scales,
     )
     experts: Any = plan.experts
+    room = into or (None, None)
     params = materialize(
         dataclasses.replace(plan, experts=dataclasses.replace(experts, gate_up=None, down=None)), sharding
     )
     if kept:
         gate_up, down = materialize((experts.gate_up, experts.down), sharding)
     else:
-        gate_up = quantize_leaf(experts.gate_up, spec.weights, sharding, joint=True)
-        down = quantize_leaf(experts.down, spec.weights, sharding, joint=False)
+        gate_up = quantize_leaf(experts.gate_up, spec.weights, sharding, joint=True, into=room[0])
+        down = quantize_leaf(experts.down, spec.weights, sharding, joint=False, into=room[1])
     static = {}
     if spec.activations == "nvfp4" and params.experts.input_scale is None:
         slots = experts.gate_up.shape[0]

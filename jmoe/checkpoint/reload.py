@@ -56,8 +56,8 @@ class LoadOptions:
 def load_weights(ckpt: Source, options: LoadOptions = LoadOptions(), *, progress: bool | None = None) -> Weights:
     """All of a model: MoE blocks and the rest."""
     fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-    moe = load_moe_layers(ckpt, progress=progress, **fields)
-    return Weights(moe, read_rest(ckpt, dtype=options.dtype, sharding=options.sharding))
+    rest = read_rest(ckpt, dtype=options.dtype, sharding=options.sharding)
+    return Weights(load_moe_layers(ckpt, progress=progress, **fields), rest)
 
 
 def _plan(source: Source, like, options: LoadOptions) -> Any:
