@@ -77,7 +77,7 @@ class MoE(nnx.Module):
     def _configure(self, config, backend, mesh, expert_axis, token_axes):
         self.config, self.backend, self.mesh = config, backend, mesh
         self.expert_axis, self.token_axes = expert_axis, token_axes
-        self.layer  # every refusal happens when the module is made, not when it is first called
+        _ = self.layer  # every refusal happens when the module is made, not when it is first called
 
     def _set(self, params: MoEParams) -> None:
         for name in _PARTS:

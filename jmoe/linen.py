@@ -1,0 +1,84 @@
+"""The MoE layer as a Flax Linen module; see `jmoe.nn.MoE` for the NNX one, whose parameters have the same names and shapes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from .config import MoEConfig
+from .experts import ExpertWeights
+from .layer import MoELayer, build_moe, mesh_in_context, moe, moe_with_stats
+from .params import MoEParams, init_params
+from .router import MoEStats
+
+
+class MoE(linen.Module):
+    """A Mixture-of-Experts layer, expert-parallel over one axis of a mesh.
+
+    Arguments: those of `jmoe.nn.MoE`. Collections: "params" holds router, gate_up, down and the optional biases and shared
+    expert; "moe_state" holds correction_bias, which gradients do not touch. Losses and counts:
+    `module.apply(variables, x, method="call_with_stats")`.
+    """
+
+    config: MoEConfig
+    backend: str = "auto"
+    mesh: jax.sharding.Mesh | None = None
+    expert_axis: str = "ep"
+    token_axes: tuple[str, ...] | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @property
+    def layer(self) -> MoELayer:
+        """The checked, static description of this layer on the mesh at hand."""
+        return build_moe(
+            self.config,
+            mesh=self.mesh if self.mesh is not None else mesh_in_context(),
+            expert_axis=self.expert_axis,
+            token_axes=self.token_axes,
+            backend=self.backend,
+        )
+
+    def setup(self):
+        slots = self.layer.num_ranks * self.layer.num_local
+
+        def init(key) -> MoEParams:
+            return init_params(key, self.config, dtype=self.param_dtype, num_slots=slots)
+
+        shapes = jax.eval_shape(init, jax.random.key(0))
+        leaf = {name: getattr(shapes, name) for name in _PARTS} | {
+            name: getattr(shapes.experts, name) for name in _EXPERTS
+        }
+
+        def of(name):
+            def make(key):
+                params = init(key)
+                return getattr(params.experts if name in _EXPERTS else params, name)
+
+            return make
+
+        self.weights = {name: self.param(name, of(name)) for name, shape in leaf.items() if shape is not None}
+        bias = shapes.correction_bias
+        self.correction_bias = (
+            None if bias is None else self.variable("moe_state", "correction_bias", jnp.zeros, bias.shape, bias.dtype)
+        )
+
+    def _params(self) -> MoEParams:
+        get = self.weights.get
+        return MoEParams(
+            experts=ExpertWeights(**{name: get(name) for name in _EXPERTS}),
+            correction_bias=None if self.correction_bias is None else self.correction_bias.value,
+            **{name: get(name) for name in _PARTS},
+        )
+
+    def __call__(self, x: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
+        """x [..., D] -> [..., D], in x's dtype. valid: bool of x's leading shape; other tokens give zero."""
+        return moe(self.layer, self._params(), x, valid=valid)
+
+    def call_with_stats(self, x: jax.Array, *, valid: jax.Array | None = None) -> tuple[jax.Array, MoEStats]:
+        """As `__call__`, with the losses and counts of this batch beside the output."""
+        return moe_with_stats(self.layer, self._params(), x, valid=valid)
+
+
+_PARTS = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
+_EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")
