@@ -57,6 +57,9 @@ class Numpy:
     def rcp(self, a):
         return (np.float32(1) / a).astype(np.float32)
 
+    def div_constant(self, a, b):
+        return (a / np.float32(b)).astype(np.float32)
+
     def div(self, a, b):
         return (a / b).astype(np.float32)
 
@@ -176,15 +179,16 @@ def test_one_threads_block_equals_the_reference(name, kind, rng):
 def test_one_threads_nvfp4_block_and_row_scale_equal_the_reference(index, kind, rng):
     """Rows of four blocks: the row scale comes from the row's finite maximum, as in the per-token kernel."""
     fmt = NV_FORMATS[index]
-    x = hard_rows(rng, 16, KINDS[kind])
+    wide = rng.standard_normal((241, 64)).astype(np.float32) * np.float32(2.0) ** np.arange(-120, 121)[:, None]
+    with np.errstate(over="ignore"):
+        x = np.concatenate([hard_rows(rng, 16, KINDS[kind]), wide.astype(KINDS[kind]).reshape(-1, 16)])
     rows = x.reshape(-1, 64)
 
     def params(amax):
         per_row = np.where(np.asarray(amax) >= lane.INF, 0, amax).reshape(-1, 4).max(1)
-        s, g, stored = lane.row_scale(O, U(np.repeat(per_row, 4)), fmt.e4m3_max)
+        s, g, stored, large = lane.row_scale(O, U(np.repeat(per_row, 4)), fmt.e4m3_max)
         params.stored = np.asarray(stored)[::4]
-        a = O.float(O.umax(U(np.repeat(per_row, 4)), U(0)))
-        return lane.NvScale(O, s, g, a, four_over_six=fmt.four_over_six is not None)
+        return lane.NvScale(O, s, g, large, four_over_six=fmt.four_over_six is not None)
 
     with np.errstate(all="ignore"):
         codes, scales = run_lane(x, kind, fmt, params)

@@ -331,7 +331,8 @@ def _quantize_kernel(
         if global_scale is None:
             top = mosaic_sm90.run_maxima(task, operands) if rows else jnp.uint32(0)
             s = reference.encode_scale(top, fmt.e4m3_max)
-            g, amax = exact.exact_div(jnp.ones_like(s), s), exact.from_bits(top)
+            g = exact.exact_div(jnp.ones_like(s), s)
+            amax = jnp.maximum(exact.from_bits(top), jnp.float32(6 * fmt.e4m3_max / reference.MAX_ENCODE))
         else:
             g = jnp.maximum(global_scale, jnp.float32(1 / reference.MAX_ENCODE))
             g = jnp.where(global_scale == 0, jnp.float32(1), g)

@@ -185,7 +185,18 @@ class Ops:
         return U(arith.minui(a.v, b.v))
 
     def rcp(self, a: F) -> F:
-        return F(_asm([ir.F32Type.get()], [a], "rcp.rn.f32 $0, $1;", "=f,f")[0])
+        """1 / a, correctly rounded, for a and 1 / a normal: what `rcp.rn` does once it has excluded the rest."""
+        text = (
+            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; fma.rn.f32 e, $1, r, 0fBF800000; neg.f32 e, e; "
+            "fma.rn.f32 $0, r, e, r; }"
+        )
+        return F(_asm([ir.F32Type.get()], [a], text, "=&f,f")[0])
+
+    def div_constant(self, a: F, b: float) -> F:
+        """a / b, correctly rounded (Markstein), for a = 0 or a, a / b and a / b / 2^24 normal."""
+        inverse = F(1 / b)
+        q = a * inverse
+        return self.fma(self.fma(q, F(-b), a), inverse, q)
 
     def div(self, a: F, b: F) -> F:
         return F(_asm([ir.F32Type.get()], [a, b], "div.rn.f32 $0, $1, $2;", "=f,f,f")[0])

@@ -118,7 +118,7 @@ def mx_scale(o, amax, fmt: BlockFormat):
 def fp8_scale(o, amax, fmt: BlockFormat):
     """float32 scale (as bits) and its reciprocal; both NaN for a block with a NaN."""
     nan = amax > o.U(INF)
-    s = o.div(o.float(o.umin(o.umax(amax, o.U(float_bits(FP8_EPS))), o.U(FLT_MAX_BITS))), o.F(448.0))
+    s = o.div_constant(o.float(o.umin(o.umax(amax, o.U(float_bits(FP8_EPS))), o.U(FLT_MAX_BITS))), 448.0)
     if fmt.pow2:
         s = o.float((o.bits(s) + 0x7FFFFF) & INF)
     inverse = o.rcp(s)
@@ -143,13 +143,14 @@ class NvScale:
 
 
 def row_scale(o, amax, e4m3_max: int):
-    """(S, g, stored g) of a row from the bits of its finite maximum."""
+    """(S, g, stored g, amax that S stands for) of a row from the bits of its finite maximum."""
     top = 6 * e4m3_max
     zero = amax.same(o.U(0))
-    s = o.div(o.F(top), o.float(o.umax(amax, o.U(float_bits(top / MAX_ENCODE)))))
+    large = o.float(o.umax(amax, o.U(float_bits(top / MAX_ENCODE))))
+    s = o.div(o.F(top), large)
     s = o.where(zero, o.F(1.0), o.fmin(s, o.F(MAX_ENCODE)))
     g = o.rcp(s)
-    return s, g, o.where(zero, o.F(0.0), g)
+    return s, g, o.where(zero, o.F(0.0), g), large
 
 
 def _encode(o, code, nv: NvScale):
@@ -181,7 +182,7 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     """
     moved = top * nv.shift
     moved = o.where(moved < o.F(2.0**-60), o.F(0.0), o.fmin(moved, o.F(2.0**60)))
-    base = o.div(moved, o.F(6.0)) * nv.encode
+    base = o.div_constant(moved, 6.0) * nv.encode
     codes = [o.e4m3x2(o.fmin(base * o.F(factor), o.F(448.0)), o.F(0.0)) for factor in (1.0, 1.5)]
     magnitudes = to_floats(o, [w & (ABS if dtype == "f32" else 0x7FFF7FFF) for w in words], dtype)
     rounded, errors = [], []

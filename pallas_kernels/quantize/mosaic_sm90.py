@@ -45,7 +45,7 @@ class Task:
 
     columns: Kp. row_stride: values between rows of x. gather: source rows come from an index array. activation: None,
     or the values are act(x[:, :k]) * x[:, k:2k]. counted: a row count is an operand. scale_rows: rows that share a
-    tensor-wide scale.
+    tensor-wide scale. count_scale: rows for each counted row.
     """
 
     fmt: BlockFormat
@@ -63,6 +63,7 @@ class Task:
     limit: float = 0.0
     packed: Packed | None = None
     scale_rows: int = 0
+    count_scale: int = 1
     tuning: Tuning = Tuning()
 
     @property
@@ -88,41 +89,69 @@ class Task:
         columns = self.scale_columns
         return (-(-columns // 4) * 4 if self.swizzled else columns) * self.lanes
 
+    def flattened(self) -> Task:
+        """The same work on rows of one block each, where the blocks of x, data and scales follow each other."""
+        plain = not (self.swizzled or self.gather or self.activation or self.packed)
+        blocks = self.k // self.fmt.block
+        if not plain or self.columns != self.k or self.k % self.fmt.block or self.fmt.global_scale == "token":
+            return self
+        b, rows = self.fmt.block, self.rows * blocks
+        wide = dict(rows=rows, source_rows=rows, scale_rows=self.scale_rows * blocks, count_scale=blocks)
+        return dataclasses.replace(self, k=b, columns=b, row_stride=b, **wide)
+
+    @property
+    def full(self) -> bool:
+        """Whether every thread of `_blocks` and `_dequantize` has work, so that nothing needs a predicate."""
+        exact = self.all_rows * self.units % (self.tuning.threads * self.tuning.units) == 0
+        return exact and not self.counted and self.fmt.global_scale != "token"
+
     @property
     def all_rows(self) -> int:
         """Rows with those that only pad swizzled scales."""
         return -(-self.rows // 128) * 128 if self.swizzled else self.rows
 
 
+def _all(*conditions: P | None) -> P | None:
+    """Conjunction of those that are not None (always true)."""
+    out = None
+    for c in conditions:
+        out = c if out is None or c is None else out & c
+    return out
+
+
 class _Io:
     """Addresses and predicates of one kernel."""
 
-    def __init__(self, o: Ops, task: Task, refs: dict):
-        self.o, self.task, self.refs = o, task, {name: Pointer(r) for name, r in refs.items()}
-        self.count = self.refs["count"].load(1)[0] if task.counted else None
+    def __init__(self, o: Ops, task: Task, refs: dict, *, full: bool = False):
+        self.o, self.task, self.refs, self.full = o, task, {name: Pointer(r) for name, r in refs.items()}, full
+        self.count = self.refs["count"].load(1)[0] * task.count_scale if task.counted else None
 
-    def valid(self, row: U) -> P:
+    def valid(self, row: U) -> P | None:
         """Rows that are written: those below the count, and padding rows of swizzled scales."""
+        t = self.task
         if self.count is None:
-            return row < U(self.task.all_rows)
-        if self.task.swizzled:
-            return (row < self.count) | ((row >= U(self.task.rows)) & (row < U(self.task.all_rows)))
-        return (row < self.count) & (row < U(self.task.rows))
+            return None if self.full else row < U(t.all_rows)
+        if t.swizzled:
+            return (row < self.count) | ((row >= U(t.rows)) & (row < U(t.all_rows)))
+        return (row < self.count) & (row < U(t.rows))
+
+    def real(self, row: U, unit: U, columns: int) -> P | None:
+        """Valid units of rows and columns that are not padding."""
+        t = self.task
+        return _all(
+            self.valid(row),
+            row < U(t.rows) if t.swizzled else None,
+            unit < U(columns // t.tuning.values) if t.units * t.tuning.values > columns else None,
+        )
 
     def load(self, row: U, unit: U, inside: P | None = None) -> list[list[U]]:
         """Words of the unit's values; [gate, up] with an activation. Zeros outside x and where `inside` is false."""
         t = self.task
-        ok = self.valid(row)
-        if inside is not None:
-            ok = ok & inside
-        if t.swizzled:
-            ok = ok & (row < U(t.rows))
-        if t.units * t.tuning.values > t.k:
-            ok = ok & (unit < U(t.k // t.tuning.values))
+        ok = _all(self.real(row, unit, t.k), inside)
         source = row
         if t.gather:
             source = self.refs["index"].at(row, 4).load(1, ok)[0]
-            ok = ok & (source < U(t.source_rows))  # negative ones are large
+            ok = _all(ok, source < U(t.source_rows))  # negative ones are large
         words = t.tuning.values * t.itemsize // 4
         out = []
         for part in range(2 if t.activation else 1):
@@ -142,11 +171,7 @@ class _Io:
 
     def store_data(self, row: U, unit: U, words: list[U]):
         t = self.task
-        ok = self.valid(row)
-        if t.swizzled:
-            ok = ok & (row < U(t.rows))
-        if t.units * t.tuning.values > t.columns:
-            ok = ok & (unit < U(t.columns // t.tuning.values))
+        ok = self.real(row, unit, t.columns)
         size = 4 * len(words)
         stride = t.packed.row_bytes if t.packed else t.fmt.data_bytes(t.columns)
         at = self.refs["data"].at(row, stride, unit * size)
@@ -156,10 +181,8 @@ class _Io:
     def store_scale(self, row: U, unit: U, scale: U):
         """The block's first thread writes its scale."""
         t = self.task
-        ok = self.valid(row)
+        ok = _all(self.valid(row), (unit % t.lanes).same(U(0)) if t.lanes > 1 else None)
         column = unit // t.lanes
-        if t.lanes > 1:
-            ok = ok & (unit % t.lanes).same(U(0))
         size = t.fmt.scale_bytes
         if t.swizzled:
             tile = (row // 128) * (-(-t.scale_columns // 4) * 512) + (column // 4) * 512
@@ -177,20 +200,24 @@ class _Io:
         ok = self.valid(row)
         for first in range(0, words, units):
             index = unit + first
-            here = ok & (index < U(words))
+            here = _all(ok, index < U(words))
             word = self.refs["tail"].at(row, 4 * words, index * 4).load(1, here)
             self.refs["data"].at(row, p.row_bytes, index * 4).at(None, 0, p.tail_offset).store(word, here)
         # The row scale, if any, fills up its own word; what is left is the gap after the block scales.
         end = p.scale_offset + self.task.scale_columns * self.task.fmt.scale_bytes
         for offset in range(end, p.tail_offset if p.row_scale_offset is None else p.row_scale_offset):
-            first = ok & unit.same(U(0))
+            first = _all(ok, unit.same(U(0)))
             self.refs["data"].at(row, p.row_bytes, offset).store([U(0)], first, bits=8)
+
+    def matrix(self, row: U) -> U:
+        """Which tensor-wide scale the row has."""
+        return row // self.task.scale_rows if self.task.scale_rows < self.task.rows else U(0)
 
     def nv_scale(self, row: U) -> lane.NvScale:
         """The tensor-wide scale of this row, from the `params` operand [matrices, 4]: S, g, amax, 0."""
         t, o = self.task, self.o
-        matrix = row // t.scale_rows
-        s, g, a, _ = (o.float(w) for w in self.refs["params"].at(matrix, 16).load(4, self.valid(row)))
+        words = self.refs["params"].at(self.matrix(row), 16).load(4, self.valid(row))
+        s, g, a, _ = (o.float(w) for w in words)
         return lane.NvScale(o, s, g, a, four_over_six=t.fmt.four_over_six is not None)
 
 
@@ -216,7 +243,7 @@ def _quantize_unit(o: Ops, io: _Io, row: U, unit: U, loaded, nv: lane.NvScale | 
 
 def _blocks(o: Ops, task: Task, refs: dict):
     """Every thread takes `units` units of the flat [rows, units] space, a block of threads apart."""
-    io, tune = _Io(o, task, refs), task.tuning
+    io, tune = _Io(o, task, refs, full=task.full), task.tuning
     first = o.block() * (tune.threads * tune.units) + o.thread()
     places = []
     for u in range(tune.units):
@@ -262,14 +289,14 @@ def _rows(o: Ops, task: Task, refs: dict):
         o.barrier()
         for i in range(group // 32):
             top = o.umax(top, slots.at(None, 0, 4 * i).load(1)[0])
-    s, g, stored = lane.row_scale(o, top, task.fmt.e4m3_max)
-    nv = lane.NvScale(o, s, g, o.float(top), four_over_six=task.fmt.four_over_six is not None)
-    ok = io.valid(row) & first.same(U(0))
+    s, g, stored, large = lane.row_scale(o, top, task.fmt.e4m3_max)
+    nv = lane.NvScale(o, s, g, large, four_over_six=task.fmt.four_over_six is not None)
+    ok = _all(io.valid(row), first.same(U(0)), row < U(task.rows))
     if task.packed:
         at = io.refs["data"].at(row, task.packed.row_bytes, task.packed.row_scale_offset)
     else:
         at = io.refs["row_scale"].at(row, 4)
-    at.store([o.bits(stored)], ok & (row < U(task.rows)))
+    at.store([o.bits(stored)], ok)
     for unit, inside, words in zip(units, here, loaded, strict=True):
         o.when(inside, functools.partial(_quantize_unit, o, io, row, unit, words, nv))
     if task.packed:
@@ -298,7 +325,7 @@ def _maxima(o: Ops, task: Task, refs: dict):
 
 def _dequantize(o: Ops, task: Task, refs: dict):
     """Every thread decodes `units` units of V values; task.dtype is the output's."""
-    io, tune, fmt = _Io(o, task, refs), task.tuning, task.fmt
+    io, tune, fmt = _Io(o, task, refs, full=task.full), task.tuning, task.fmt
     first = o.block() * (tune.threads * tune.units) + o.thread()
     words = tune.values * fmt.bits // 32
     stride = task.packed.row_bytes if task.packed else fmt.data_bytes(task.columns)
@@ -306,9 +333,7 @@ def _dequantize(o: Ops, task: Task, refs: dict):
     for u in range(tune.units):
         flat = first + u * tune.threads
         row, unit = flat // task.units, flat % task.units
-        ok = io.valid(row) & (row < U(task.rows))
-        if task.units * tune.values > task.k:
-            ok = ok & (unit < U(task.k // tune.values))
+        ok = io.real(row, unit, task.k)
         column = unit // task.lanes
         size = fmt.scale_bytes
         data = io.refs["data"].at(row, stride, unit * (4 * words)).load(words, ok)
@@ -322,7 +347,11 @@ def _dequantize(o: Ops, task: Task, refs: dict):
         scale = at.load(1, ok, bits=8 * size)[0]
         row_scale = None
         if fmt.global_scale == "tensor":
-            row_scale = io.refs["row_scale"].at(row // task.scale_rows, 4).load(1, ok)[0]
+            row_scale = (
+                io.refs["row_scale"]
+                .at(row // task.scale_rows if task.scale_rows < task.rows else U(0), 4)
+                .load(1, ok)[0]
+            )
         elif fmt.global_scale == "token" and task.packed:
             row_scale = io.refs["data"].at(row, stride, task.packed.row_scale_offset).load(1, ok)[0]
         elif fmt.global_scale == "token":
@@ -402,7 +431,8 @@ def run_quantize(task: Task, operands: dict) -> dict:
     """
     outputs = _outputs(task)
     if task.fmt.global_scale != "token":
-        return _launch(_blocks, task, operands, outputs, _flat_blocks(task))
+        flat = task.flattened()
+        return _launch(_blocks, flat, operands, outputs, _flat_blocks(flat))
     group = row_threads(task)
     blocks = task.all_rows if group > 32 else pl.cdiv(task.all_rows, task.tuning.threads // 32)
     return _launch(_rows, task, operands, outputs, blocks, scratch=True)
@@ -415,7 +445,7 @@ def empty(task: Task) -> dict:
 
 def run_maxima(task: Task, operands: dict) -> jax.Array:
     """uint32 bits of the largest finite block maximum of x."""
-    task = dataclasses.replace(task, tuning=dataclasses.replace(task.tuning, units=8))
+    task = dataclasses.replace(task.flattened(), tuning=dataclasses.replace(task.tuning, units=8))
     blocks = _flat_blocks(task)
     top = _launch(_maxima, task, operands, {"top": jax.ShapeDtypeStruct((blocks,), jnp.uint32)}, blocks, scratch=True)
     return jnp.max(top["top"])
@@ -424,4 +454,6 @@ def run_maxima(task: Task, operands: dict) -> jax.Array:
 def run_dequantize(task: Task, operands: dict) -> jax.Array:
     """[rows, k] of task.dtype. operands: data, scale (not for packed rows), row_scale (formats with a global scale)."""
     out = {"out": jax.ShapeDtypeStruct((task.rows, task.k), jnp.dtype(task.dtype))}
+    if task.fmt.global_scale != "token":
+        task = task.flattened()
     return _launch(_dequantize, task, operands, out, _flat_blocks(task))["out"]

@@ -136,6 +136,7 @@ def _quantize_nv(bits, amax, fmt, global_scale, amax_axes):
         s_code = exact.e4m3_code(jnp.minimum(amax_x * lax.optimization_barrier(s_g * jnp.float32(1 / 6)), top))
         code = _nv_candidate(x, saturated, s_code, g)
     else:
+        amax_g = jnp.maximum(amax_g, exact.f32_bits(jnp.float32(6 * fmt.e4m3_max / MAX_ENCODE)))  # what S stands for
         amax_g = exact.scale_pow2(amax_g, shift)
         amax_g = jnp.where(amax_g < 2.0**-60, jnp.float32(0), amax_g)
         amax_x = jnp.where(amax_x < 2.0**-60, jnp.float32(0), jnp.minimum(amax_x, jnp.float32(2.0**60)))
