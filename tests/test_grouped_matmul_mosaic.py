@@ -260,3 +260,37 @@ def test_the_gated_product_equals_its_formula(rng, few_blocks, kind):
         expected = clipped * jax.nn.sigmoid(1.702 * clipped) * (jnp.clip(up, -7.0, 7.0) + 1)
         expected = expected.at[sum(sizes) :].set(0)
     assert relative(y, expected) < 4e-3
+
+
+# --- lowering
+
+
+def _lower(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the kernels are for JAX 0.11 on")
+@pytest.mark.parametrize("kernel", ["prefill", "gated", "dlhs", "drhs", "fp8", "decode", "mxfp8", "mxfp4", "nvfp4"])
+def test_every_kernel_lowers_for_a_gpu_that_is_not_there(rng, kernel):
+    from pallas_kernels.grouped_matmul.mosaic_sm90 import Gate
+
+    m, n, k = 4096, 256, 512
+    sizes = jnp.asarray([1000, 0, 7, 2000], jnp.int32)
+    x, w = jnp.zeros((m, k), jnp.bfloat16), jnp.zeros((4, n, k), jnp.bfloat16)
+    options = dict(out_dtype=jnp.bfloat16)
+    if kernel == "gated":
+        gated_w = jnp.zeros((4, 2, n, k), jnp.bfloat16)
+        text = _lower(lambda x, w: mosaic_entry.gated(x, w, sizes, Gate(), **options), x, gated_w)
+    elif kernel == "dlhs":
+        text = _lower(lambda dy, w: mosaic_entry.dlhs(dy, w, sizes, **options), jnp.zeros((m, n), jnp.bfloat16), w)
+    elif kernel == "drhs":
+        text = _lower(lambda x: mosaic_entry.drhs(x, x, sizes, num_groups=4, **options), x)
+    else:
+        if kernel == "fp8":
+            x, w = quantize(x, "fp8_128"), quantize_weights(w, "fp8_128x128")
+        elif kernel not in ("prefill", "decode"):
+            w = quantize_weights(w, kernel)
+        rows = 64 if kernel == "decode" else m
+        x = jax.tree.map(lambda a: a[:rows], x)
+        text = _lower(lambda x, w: mosaic_entry.forward(x, w, sizes, **options), x, w)
+    assert text.count("mosaic_gpu_v2") == 1

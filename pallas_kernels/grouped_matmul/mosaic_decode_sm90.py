@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_dequant import Packed, dequantise, permute_columns
 from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
-from .schedule import Schedule, num_tiles, read_tile
+from .schedule import Schedule, each_tile, num_tiles, read_tile
 
 _ROWS = 64  # of a weight, for one warpgroup
 _WIDTH = 64  # BF16 elements in one swizzle
@@ -106,18 +106,19 @@ def _body(
     num_t = num_tiles(schedule, out.shape[0], c.block_t, zero_tail=zero_tail)
     my_tiles = lax.div(num_t * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
-    def tile(i):
+    def tile_at(i):
         index = lax.axis_index("block") + i * blocks
         weight, first, _, rows = read_tile(schedule, lax.div(index, n_tiles), c.block_t, c.box)
-        return weight, first, rows, lax.rem(index, n_tiles) * c.block_n
+        return weight, first, rows, lax.rem(index, n_tiles)
 
     @pl.when(wg == c.consumers)
     def _produce():
         if c.consumers == 2 and c.block_t > 64:
             plgpu.set_max_registers(40, action="decrease")
 
-        def per_tile(i, step):
-            weight, first, rows, col = tile(i)
+        def per_tile(tile, step):
+            weight, first, rows, n_tile = tile
+            col = n_tile * c.block_n
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -155,7 +156,7 @@ def _body(
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        drain(lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0)), c.stages, empty)
+        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
 
     @pl.when(wg < c.consumers)
     def _multiply():
@@ -228,8 +229,9 @@ def _body(
             zeros = plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA)
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
 
-        def per_tile(i, step):
-            weight, first, rows, col = tile(i)
+        def per_tile(tile, step):
+            weight, first, rows, n_tile = tile
+            col = n_tile * c.block_n
             if packed and not packed.scales:
                 end, value = accumulate_scaled(weight, col, step)
             else:
@@ -268,7 +270,7 @@ def _body(
 
             return end
 
-        lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))
+        each_tile(my_tiles, tile_at, per_tile)
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -29,7 +29,7 @@ from .mosaic_sm90 import (
     swizzled,
     walk,
 )
-from .schedule import Schedule, num_tiles, read_tile
+from .schedule import Schedule, each_tile, num_tiles, read_tile
 
 _BLOCK = 128  # columns of K under one scale, and the depth of one stage
 _PART = 128  # columns of the output that are summed and scaled together
@@ -81,18 +81,19 @@ def _body(
     blocks = lax.axis_size("block")
     my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
-    def tile(i):
+    def tile_at(i):
         m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        return *read_tile(schedule, m_tile, 2 * BOX, BOX), n_tile * c.block_n
+        return *read_tile(schedule, m_tile, 2 * BOX, BOX), n_tile
 
     @pl.when(wg == CONSUMERS)
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        def per_tile(i, step):
-            weight, row0, row1, _, col = tile(i)
+        def per_tile(tile, step):
+            weight, row0, row1, _, n_tile = tile
+            col = n_tile * c.block_n
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -113,7 +114,7 @@ def _body(
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        drain(lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0)), c.stages, empty)
+        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
@@ -121,8 +122,9 @@ def _body(
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
         last_block = sw.shape[1] - 1
 
-        def per_tile(i, step):
-            weight, row0, row1, rows, col = tile(i)
+        def per_tile(tile, step):
+            weight, row0, row1, rows, n_tile = tile
+            col = n_tile * c.block_n
             blocks_n = [jnp.minimum(lax.div(col, _PART) + p, last_block) for p in range(parts)]
 
             def weight_scales(j):
@@ -174,7 +176,7 @@ def _body(
                     chunk += 1
             return end
 
-        lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))
+        each_tile(my_tiles, tile_at, per_tile)
         plgpu.wait_smem_to_gmem(0)
 
 

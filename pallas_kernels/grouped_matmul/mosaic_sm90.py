@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .schedule import Schedule, num_tiles, read_tile
+from .schedule import Schedule, each_tile, num_tiles, read_tile
 
 BOX = 64
 SWIZZLE = 128
@@ -200,18 +200,19 @@ def _body(
     blocks = lax.axis_size("block")
     my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
-    def tile(i):
+    def tile_at(i):
         m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        return *read_tile(schedule, m_tile, c.block_m, BOX), n_tile * tile_n
+        return *read_tile(schedule, m_tile, c.block_m, BOX), n_tile
 
     @pl.when(wg == CONSUMERS)
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        def per_tile(i, step):
-            weight, row0, row1, rows, col = tile(i)
+        def per_tile(tile, step):
+            weight, row0, row1, rows, n_tile = tile
+            col = n_tile * tile_n
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -239,7 +240,7 @@ def _body(
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        drain(lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0)), c.stages, empty)
+        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
@@ -335,8 +336,9 @@ def _body(
             value = total(step, steps, BOX, halves, multiply)
             store(value, [row0], rows, col + wg * (tile_n // 2))
 
-        def per_tile(i, step):
-            weight, row0, row1, rows, col = tile(i)
+        def per_tile(tile, step):
+            weight, row0, row1, rows, n_tile = tile
+            col = n_tile * tile_n
             steps = jnp.where(weight >= 0, k_steps, 0)
             if c.shares_box:
                 pl.when(rows > BOX)(lambda: two_boxes(step, steps, row0, row1, rows, col))
@@ -345,7 +347,7 @@ def _body(
                 two_boxes(step, steps, row0, row1, rows, col)
             return step + steps
 
-        lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))
+        each_tile(my_tiles, tile_at, per_tile)
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -96,8 +96,26 @@ def num_tiles(schedule: Schedule, num_rows: int, block: int, *, zero_tail: bool 
     return jnp.minimum(count, schedule.weight.shape[0])
 
 
+def each_tile(count, read, work):
+    """step = work(tile, step) for tiles 0 .. count - 1, from step 0; the next tile is read before work begins.
+
+    read(i) -> what the schedule says about the i-th tile of this block.
+    """
+
+    def body(i, carry):
+        step, tile = carry
+        following = read(i + 1)
+        return work(tile, step), following
+
+    return jax.lax.fori_loop(0, count, body, (jnp.int32(0), read(0)))[0]
+
+
 def read_tile(schedule: Schedule, index, block: int, box: int):
-    """(weight, first row, first row of the last box, rows) of a tile; rows <= 0 where a sum of sizes was cut at M."""
+    """(weight, first row, first row of the last box, rows) of a tile; rows <= 0 where a sum of sizes was cut at M.
+
+    An index past the last tile is read as the last: kernels look ahead.
+    """
+    index = jnp.maximum(jnp.minimum(index, schedule.weight.shape[0] - 1), 0)
     first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
     top = jnp.maximum(jnp.minimum(first, end - block), start)
     rows = jnp.minimum(end - top, block)
