@@ -105,7 +105,7 @@ def push_quantized(
     data_bytes = fmt.data_bytes(width)
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_rows(tokens, row)
-    # A multiple of the quantising warpgroups: each stage belongs to one of them, which so misses no phase of it.
+    # A multiple of the quantising warpgroups: each stage belongs to one of them, which misses no phase of it.
     stages = min(schedule.stages, SHARED_MEMORY // (2 * width + row)) // warpgroups * warpgroups
     if stages == 0:
         raise ValueError(
