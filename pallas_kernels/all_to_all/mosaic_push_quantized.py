@@ -104,13 +104,13 @@ def push_quantized(
     blocks_per_row = width // fmt.block
     data_bytes = fmt.data_bytes(width)
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
-    schedule = schedule or Schedule.for_rows(tokens, row)
+    schedule = schedule or Schedule(blocks=max(1, min(132, tokens)), stages=9)
     # A multiple of the quantising warpgroups: each stage belongs to one of them, which misses no phase of it.
     stages = min(schedule.stages, SHARED_MEMORY // (2 * width + row)) // warpgroups * warpgroups
     if stages == 0:
         raise ValueError(
-            f"push_quantized: rows of {width} values leave no room for {warpgroups} of them in shared memory. Use fewer "
-            "warpgroups, or quantise first and use push_rows."
+            f"push_quantized: rows of {width} values leave no room for {warpgroups} of them in shared memory. "
+            "Use fewer warpgroups, or quantise first and use push_rows."
         )
     starts = [*range(0, blocks_per_row - LANES + 1, LANES)]
     if starts[-1] + LANES < blocks_per_row:
