@@ -65,6 +65,15 @@ class DecodeConfig:
         return self.stages * stage + self.block_n * self.box * itemsize
 
 
+def store_transposed(ref, value):
+    """value [rows of the weight, tokens] to ref [tokens, rows of the weight], element by element."""
+    value = plgpu.layout_cast(value, plgpu.Layout.WGMMA)
+    if hasattr(plgpu, "store"):  # JAX 0.12 wants to be told that slow stores are meant
+        plgpu.store(ref.T, value, optimized=False)
+    else:
+        ref.T[...] = value
+
+
 def box_rows(first, rows, index: int, box: int):
     """First row of the index-th box of a tile: boxes follow each other, but none reaches over the tile's end."""
     if index == 0:
@@ -248,9 +257,7 @@ def _body(
             columns = pl.ds(col + wg * _ROWS, _ROWS)
             for box in range(boxes):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem.at[wg].T[...] = plgpu.layout_cast(
-                    value[:, box * c.box : (box + 1) * c.box], plgpu.Layout.WGMMA
-                )
+                store_transposed(out_smem.at[wg], value[:, box * c.box : (box + 1) * c.box])
                 plgpu.commit_smem()
                 row = box_rows(first, rows, box, c.box)
 
