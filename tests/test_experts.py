@@ -244,23 +244,25 @@ def test_the_batched_form_equals_the_standard_form_and_reads_no_padding_F45(rng)
     valid = jnp.arange(slots)[None, :] < counts[:, None]
     x = jnp.asarray(rng.normal(size=(E, slots, D)), "bfloat16")
     dirty = jnp.where(valid[:, :, None], x, jnp.nan)
-    out = batched(dirty, valid, params, config)
-    assert out.dtype == jnp.float32 and out.shape == (E, slots, D) and not np.any(np.asarray(out)[~np.asarray(valid)])
     ids = jnp.where(valid, jnp.arange(E, dtype=jnp.int32)[:, None], -1).reshape(-1, 1)
-    standard = apply(x.reshape(-1, D), ids, jnp.ones((E * slots, 1)), params, config)
-    np.testing.assert_array_equal(out.reshape(-1, D), standard)
 
-    def loss(x, params):
-        return jnp.sum(jnp.square(apply_batched_experts(x, valid, params, config)))
+    def batched_form(x, params):
+        out = apply_batched_experts(x, valid, params, config)
+        return jnp.sum(jnp.square(out)), out
 
-    def standard_loss(x, params):
-        return jnp.sum(jnp.square(apply_experts(x.reshape(-1, D), ids, jnp.ones((E * slots, 1)), params, config)))
+    def standard_form(x, params):
+        out = apply_experts(x.reshape(-1, D), ids, jnp.ones((E * slots, 1)), params, config)
+        return jnp.sum(jnp.square(out)), out.reshape(E, slots, D)
 
-    got = jax.jit(jax.grad(loss, (0, 1)))(dirty, params)
-    assert finite(got) and not np.any(np.asarray(got[0])[~np.asarray(valid)])
-    for a, b in zip(
-        jax.tree.leaves(got), jax.tree.leaves(jax.jit(jax.grad(standard_loss, (0, 1)))(x, params)), strict=True
-    ):
+    def run(function, x):
+        return jax.jit(jax.value_and_grad(function, (0, 1), has_aux=True))(x, params)
+
+    (_, out), grads = run(batched_form, dirty)
+    (_, standard), standard_grads = run(standard_form, x)
+    assert out.dtype == jnp.float32 and out.shape == (E, slots, D) and not np.any(np.asarray(out)[~np.asarray(valid)])
+    np.testing.assert_array_equal(out, standard)
+    assert finite(grads) and not np.any(np.asarray(grads[0])[~np.asarray(valid)])
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(standard_grads), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

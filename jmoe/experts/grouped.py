@@ -104,7 +104,8 @@ def apply_batched_experts(
     may hold anything. weights: float32 [E, S], needed only for config.apply_router_weight_on_input. The other arguments
     are those of `apply_experts`. The work is that of the valid rows.
     """
-    if config.apply_router_weight_on_input and weights is None:
+    on_input = config.apply_router_weight_on_input
+    if on_input and weights is None:
         raise ValueError(
             "config.apply_router_weight_on_input=True needs the weights [E, S] of the rows; pass weights=."
         )
@@ -123,7 +124,7 @@ def apply_batched_experts(
     if straight_through is not None:
         straight_through = straight_through.reshape(num_experts * slots, x.shape[-1])
     row_weight = None
-    if config.apply_router_weight_on_input:
+    if on_input and weights is not None:
         row_weight = gather_rows(weights.reshape(-1, 1).astype(jnp.float32), order.source, order.position)
     y = _compute(flat, order, row_weight, params, config, spec, quantize_input, straight_through, implementation)
     out = gather_rows(y, order.position[:, 0], order.source[:, None]).astype(jnp.float32)
@@ -179,12 +180,13 @@ def _input_rows(x, order, params, config, spec, quantize_input, straight_through
     """The first matmul's input in expert order, and the float array that takes its gradient."""
 
     def sort(a):
-        return None if a is None else gather_rows(a, order.source, order.position)
+        return gather_rows(a, order.source, order.position)
 
+    through = straight_through if isinstance(x, QTensor) or not quantize_input else x
+    through = None if through is None else sort(through)
     if not quantize_input:
-        return sort(x), sort(straight_through)
+        return sort(x), through
     fmt, dtype = config.quant.activations, config.jnp_dtype
-    through = straight_through if isinstance(x, QTensor) else x
     alignment = config.quant.mx_alignment
     scale = params.input_scale
     if spec.per_expert_input_scale:
@@ -192,14 +194,14 @@ def _input_rows(x, order, params, config, spec, quantize_input, straight_through
         scale = _place_scale(scale, order.group_sizes, num_places)
         total = jnp.sum(order.group_sizes)
         q = quantize_rows(rows, fmt, num_valid_rows=total, scale=scale, alignment=alignment, dtype=dtype)
-        return q, sort(through)
+        return q, through
     if scale is not None and scale.ndim:
         raise ValueError(
             f"experts={spec.name!r} quantise each row once for all its experts and take one input scale, got "
             f"input_scale {scale.shape}; reduce it to its maximum, or use experts='grouped_deferred'."
         )
     valid = jnp.any(order.position >= 0, axis=1)
-    return sort(quantize_rows(x, fmt, valid=valid, scale=scale, alignment=alignment, dtype=dtype)), sort(through)
+    return sort(quantize_rows(x, fmt, valid=valid, scale=scale, alignment=alignment, dtype=dtype)), through
 
 
 def _place_scale(scale, sizes, num_places):

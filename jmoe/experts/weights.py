@@ -61,10 +61,11 @@ def check_weights(params: ExpertWeights, config: MoEConfig) -> None:
     wanted = config.quant.weights
     for name in ("gate_up", "down"):
         value = getattr(params, name)
-        kept = value.format.name if isinstance(value, QTensor) else None
-        if wanted is not None and (kept is None or not decodes_alike(kept, wanted)):
+        quantised = isinstance(value, QTensor)
+        kept = value.format.name if quantised else value.dtype
+        if wanted is not None and not (quantised and decodes_alike(value.format, wanted)):
             raise ValueError(
-                f"ExpertWeights.{name} is kept as {kept or value.dtype}, but config.quant.weights={wanted!r}; quantise "
+                f"ExpertWeights.{name} is kept as {kept}, but config.quant.weights={wanted!r}; quantise "
                 f"it with quantize_weights(w, {wanted!r}), or set config.quant.weights to what it is."
             )
 

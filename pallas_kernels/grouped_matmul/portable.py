@@ -1,6 +1,33 @@
 """Grouped matmul in plain XLA, for any platform: a loop over the occupied groups, and in each over tiles of its rows.
 
 Letters: M rows, K contraction, N columns, G groups, bm rows of a tile.
+
+Cost. With s_g rows in group g: sum over g of ceil(s_g / bm) tiles of 2 * bm * N * K operations, at most
+M/bm + min(G, M) tiles, and one read (and dequantisation) of the weight of each group that has rows. Nothing is spent on
+empty groups or on rows past the sum. Beside the result it needs one weight slice in float32 and one tile.
+
+`lax.ragged_dot` is not used: on CPU and on NVIDIA GPUs XLA multiplies every row with every group, masked.
+Milliseconds, JAX 0.10.2, 2 CPU cores that other work shared, best of 25 (float32 | bfloat16 operands; "dense" is the
+reference's einsum over all pairs, "one" a single [M, K] x [K, N] product, the same operations without groups):
+
+    M     K    N     G   portable     ragged_dot   dense        one
+    8     512  512   32  1.6 | 1.5    35 | 36      2.1 | 23     0.3 | 0.2
+    64    512  512   32  7.6 | 11     96 | 74      34 | 79      0.6 | 0.8
+    512   256  512   8   2.3 | 2.4    14 | 41      55 | 79      0.9 | 2.1
+    512   256  512   32  3.4 | 5.2    137 | 213    582 | 513    1.5 | 2.0
+    4096  512  512   16  30 | 45      1867 | 2629  3697 | 3511  71 | 100
+    2048  512  1024  1   30 | 57      61 | 84      80 | 83      61 | 94
+
+so `ragged_dot` loses even with a single group. On one H200 (JAX 0.11.2, bf16, equal groups, one call):
+
+    M      K     N     G    portable  ragged_dot
+    8      2048  1536  128  0.84      0.92
+    512    2048  1536  128  9.6       1.4
+    8192   4096  3072  32   3.7       8.3
+    65536  2048  1536  128  11.0      -
+
+There each turn of the loop costs 70 to 100 us of launches, so that a few rows in each of many groups are where
+`ragged_dot` is ahead, with temporaries of M * G * K values; a kernel is the answer to that.
 """
 
 from __future__ import annotations
@@ -14,7 +41,8 @@ from jax import lax
 
 from ..quantize import QTensor, dequantize
 
-BLOCK_M = (8, 16, 32, 64, 128)  # advertised tile heights; on CPUs taller ones waste more at group ends than they gain
+BLOCK_M = (8, 16, 32, 64, 128, 256, 512)  # advertised tile heights
+CPU_MAX_BLOCK_M = 128  # taller tiles waste more at the ends of groups than they gain there; on GPUs a turn is dear
 
 
 class Groups(NamedTuple):
@@ -45,45 +73,36 @@ def local_groups(group_sizes: jax.Array, group_offset: jax.Array | None, num_loc
 
 
 def choose_block_m(num_rows: int, num_groups: int) -> int:
-    """The smallest tile that holds an even share of the rows, within BLOCK_M."""
+    """The smallest tile that holds an even share of the rows, within BLOCK_M (and on CPUs CPU_MAX_BLOCK_M)."""
     share = -(-num_rows // num_groups)
+    if jax.default_backend() == "cpu":
+        share = min(share, CPU_MAX_BLOCK_M)
     return next((b for b in BLOCK_M if b >= share), BLOCK_M[-1])
+
+
+def _part(a: jax.Array | QTensor, index: jax.Array, take) -> jax.Array:
+    """take(array, index) of a float array, or of each part of a QTensor, which is then dequantised to float32."""
+    # XLA:CPU widens bf16 and fp8 before it slices them, and moves the widening of the whole array out of the loop (20
+    # times slower for 8 rows of 32 groups). Behind a barrier that hangs on the index it stays here, on the slice.
+    a, index = lax.optimization_barrier((a, index))
+    if not isinstance(a, QTensor):
+        return take(a, index)
+    scale = a.global_scale
+    if scale is not None and scale.ndim:
+        scale = take(scale, index)
+    part = dataclasses.replace(a, data=take(a.data, index), block_scale=take(a.block_scale, index), global_scale=scale)
+    return dequantize(part, jnp.float32)
 
 
 def _group(w: jax.Array | QTensor, g: jax.Array, dtype) -> jax.Array:
     """The weight of group g, [N, K]. A QTensor is dequantised to float32, this one slice only."""
-
-    def take(a):
-        return lax.dynamic_index_in_dim(a, g, keepdims=False)
-
-    if not isinstance(w, QTensor):
-        return take(w).astype(dtype)
-    scale = w.global_scale
-    part = dataclasses.replace(
-        w,
-        data=take(w.data),
-        block_scale=take(w.block_scale),
-        global_scale=take(scale) if scale is not None and scale.ndim else scale,
-    )
-    return dequantize(part, jnp.float32)
+    part = _part(w, g, lambda a, g: lax.dynamic_index_in_dim(a, g, keepdims=False))
+    return part if isinstance(w, QTensor) else part.astype(dtype)
 
 
 def _rows(x: jax.Array | QTensor, row: jax.Array, num: int) -> jax.Array:
     """Rows row..row+num of x, [num, K]. Of a QTensor only these rows are dequantised, to float32."""
-
-    def take(a):
-        return lax.dynamic_slice_in_dim(a, row, num)
-
-    if not isinstance(x, QTensor):
-        return take(x)
-    scale = x.global_scale
-    part = dataclasses.replace(
-        x,
-        data=take(x.data),
-        block_scale=take(x.block_scale),
-        global_scale=take(scale) if scale is not None and scale.ndim else scale,
-    )
-    return dequantize(part, jnp.float32)
+    return _part(x, row, lambda a, row: lax.dynamic_slice_in_dim(a, row, num))
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
@@ -163,7 +182,7 @@ def grouped_matmul_drhs(
     def tile(_, g, t, acc):
         row, mine = _window(groups, g, t, block, num_rows)
         # Both sides: a NaN row of a neighbouring group times a zero would still be NaN.
-        a = jnp.where(mine[:, None], lax.dynamic_slice_in_dim(dy, row, block), 0)
+        a = jnp.where(mine[:, None], _rows(dy, row, block), 0)
         b = jnp.where(mine[:, None], _rows(x, row, block), 0)
         return acc + _dot(a, b, (0, 0))
 

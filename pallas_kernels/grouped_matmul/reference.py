@@ -27,13 +27,10 @@ def grouped_matmul_reference(
     out_dtype=None,
 ) -> jax.Array:
     """As `grouped_matmul`, in float32 over all M * G row-group pairs. Differentiable by jax.grad in float x and w."""
-    x_dtype = jnp.dtype(jnp.float32) if isinstance(x, QTensor) else x.dtype
-    x, w = (dequantize(a, jnp.float32) if isinstance(a, QTensor) else a for a in (x, w))
-    if w.dtype != x_dtype:
-        w = w.astype(x_dtype)
-    products = jnp.einsum(
-        "mk,gnk->gmn", x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )  # [G, M, N]
+    rows = dequantize(x, jnp.float32) if isinstance(x, QTensor) else x
+    weight = dequantize(w, jnp.float32) if isinstance(w, QTensor) else w.astype(rows.dtype)
+    wide = (rows.astype(jnp.float32), weight.astype(jnp.float32))
+    products = jnp.einsum("mk,gnk->gmn", *wide, precision=lax.Precision.HIGHEST)  # [G, M, N]
     local = row_groups(group_sizes, x.shape[0]) - jnp.asarray(0 if group_offset is None else group_offset, jnp.int32)
     mine = local[None, :] == jnp.arange(w.shape[0])[:, None]  # [G, M]
-    return jnp.sum(jnp.where(mine[:, :, None], products, 0.0), axis=0).astype(out_dtype or x_dtype)
+    return jnp.sum(jnp.where(mine[:, :, None], products, 0.0), axis=0).astype(out_dtype or rows.dtype)

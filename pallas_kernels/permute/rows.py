@@ -6,6 +6,7 @@ Letters: N rows, K experts per row, M places in expert order, D columns.
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,10 @@ def _gather_bwd(position, dy):
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def gather_rows(x: jax.Array | QTensor, source: jax.Array, position: jax.Array) -> jax.Array | QTensor:
+Rows = TypeVar("Rows", jax.Array, QTensor)
+
+
+def gather_rows(x: Rows, source: jax.Array, position: jax.Array) -> Rows:
     """Rows in expert order: x [N, D] -> [M, D], zeros where source is -1.
 
     Arguments:
