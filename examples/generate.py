@@ -1,0 +1,149 @@
+"""Writes text with a Qwen3-MoE model, expert-parallel, with a quantised dispatch, and says what that put on the wire.
+
+    python examples/generate.py                                     # the small model of this repository, 8 virtual devices
+    python examples/generate.py --model Qwen3-30B-A3B --devices 4 --quant mxfp8 --prompt "Give me a short poem."
+
+The small model was trained by train.py on the Python standard library's source and writes something that looks like it. Its
+run ends with a table of what each wire format costs in bytes and in quality, on modules that it was not trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+
+TINY_MODEL = pathlib.Path(__file__).parent / "tiny_model"
+PROMPTS = ['def read_config(path, encoding="utf-8"):\n    """', "class Stack:\n", "import os\nimport sys\n\ndef main("]
+WIRES = {"BF16": None, "MXFP8": "mxfp8", "NVFP4 per token": "nvfp4_token", "NVFP4 4-over-6": "nvfp4_token_4o6"}
+
+
+def parse(argv=None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("--model", type=pathlib.Path, default=TINY_MODEL, help="a Hugging Face Qwen3-MoE folder")
+    p.add_argument("--prompt", action="append", help="what to continue; several make a batch")
+    p.add_argument(
+        "--devices", type=int, help="expert-parallel ranks: all GPUs, or eight virtual CPU devices, unless told"
+    )
+    p.add_argument("--backend", default="auto", help="how tokens move between ranks")
+    p.add_argument(
+        "--quant", default="nvfp4_token", help="what the experts take and tokens travel as: none, mxfp8, ..."
+    )
+    p.add_argument("--max-tokens", type=int, default=160, help="tokens to write for each prompt")
+    p.add_argument("--temperature", type=float, default=0.5, help="0 takes the likeliest token")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", help="of the computation: float32 on a CPU, which has no bfloat16 matmul, else bfloat16")
+    p.add_argument(
+        "--windows", type=int, default=32, help="held-out text for the table, in windows of 512 bytes; 0: no table"
+    )
+    return p.parse_args(argv)
+
+
+def start_jax(devices: int | None) -> None:
+    """Virtual CPU devices must be asked for before JAX starts, and a slow machine needs patience with their collectives."""
+    if "jax" not in sys.modules:
+        flags = f"--xla_force_host_platform_device_count={devices or 8} --xla_cpu_collective_call_terminate_timeout_seconds=900"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+
+def main(argv=None) -> None:
+    args = parse(argv)
+    start_jax(args.devices)
+    import jax
+    import qwen3_moe
+    import text
+    from rich.console import Console
+    from rich.panel import Panel
+
+    from jmoe.config import QuantConfig
+    from jmoe.nn import MoE
+
+    console = Console()
+    count = args.devices or jax.device_count()
+    if count > jax.device_count():
+        raise SystemExit(
+            f"--devices {count} was asked for, and JAX sees {jax.device_count()} ({jax.default_backend()}); ask for at most "
+            "that many, or set JAX_PLATFORMS=cpu for virtual devices."
+        )
+    mesh = jax.make_mesh((count,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
+
+    def load(name):
+        quant = QuantConfig(activations=name)
+        if quant.activations is None:
+            quant = QuantConfig(wire="bfloat16")
+        model = qwen3_moe.load(args.model, mesh=mesh, backend=args.backend, quant=quant, dtype=dtype)
+        # On a CPU most of the time would go into compiling every layer; on a GPU the scan's copies would cost more.
+        return qwen3_moe.stack_layers(model) if on_cpu and not model.config.dense_layers else model
+
+    model, tokenizer = load(args.quant), text.load_tokenizer(args.model)
+    prompts = args.prompt or PROMPTS
+    ids, valid = qwen3_moe.pad_prompts([tokenizer.encode(p) for p in prompts], pad=tokenizer.pad)
+    moe = next(block.mlp for block in qwen3_moe.blocks(model) if isinstance(block.mlp, MoE))
+    console.print(Panel(moe.explain(len(prompts)), title=f"decoding {len(prompts)} prompts with {args.model.name}"))
+
+    with console.status("compiling the prefill and the decode loop"):
+        started = time.perf_counter()
+        size = ids.shape[1] + args.max_tokens
+        read = qwen3_moe.prefill.lower(model, ids, valid, size=size).compile()
+        logits, cache = read(model, ids, valid)
+        inputs = (model, logits, cache, jax.random.key(args.seed), args.temperature, tokenizer.end)
+        write = qwen3_moe.decode.lower(*inputs, steps=args.max_tokens).compile()
+        compiled = time.perf_counter() - started
+    started = time.perf_counter()
+    out, steps = jax.device_get(write(*inputs))
+    seconds = time.perf_counter() - started
+    for prompt, tokens in zip(prompts, out, strict=True):
+        tokens = tokens[: list(tokens).index(tokenizer.end)] if tokenizer.end in tokens else tokens
+        console.print(Panel(f"[bold]{escape(prompt)}[/bold]{escape(tokenizer.decode(tokens))}", title_align="left"))
+    console.print(
+        f"{len(prompts)} x {steps} tokens in {seconds:.2f} s: [bold]{len(prompts) * steps / seconds:.0f} tokens/s[/bold] on "
+        f"{count} x {jax.devices()[0].device_kind}, after {compiled:.1f} s of compiling"
+    )
+    if args.windows and isinstance(tokenizer, text.ByteTokenizer):
+        table(console, load, args.windows, model.config.num_layers)
+
+
+def escape(s: str) -> str:
+    from rich.markup import escape
+
+    return escape(s)
+
+
+def table(console, load, limit: int, layers: int) -> None:
+    """What each wire format costs: bytes for a token, bits per byte of held-out text, and the logits' SNR against BF16."""
+    import evaluate
+    import numpy as np
+    import qwen3_moe
+    import text
+    from rich.table import Table
+
+    held_out = text.held_out_text()
+    inputs, scored = text.windows(held_out, 512, limit=limit)
+    out = Table(title=f"What the dispatch costs, on {scored.sum():,} bytes of modules that the model has not seen")
+    out.add_column("wire format")
+    for name in ("bytes a row", "wire bytes per token", "vs BF16", "bits per byte", "SNR of the logits"):
+        out.add_column(name, justify="right")
+    reference, plain = [], None
+    for name, fmt in WIRES.items():
+        with console.status(f"reading the held-out text with {name} on the wire"):
+            model = load(fmt)
+            row = qwen3_moe.blocks(model)[0].mlp.layer.layout(inputs[:, 1:].size).row_bytes
+            report = evaluate.compare(evaluate.count_ranks(model), reference, inputs, scored)
+        wire = row * report.other_ranks.sum()
+        plain = plain or wire
+        snr = "" if np.isinf(report.snr) else f"{report.snr:.1f} dB"
+        out.add_row(name, f"{row}", f"{wire:,.0f}", f"{plain / wire:.2f}x less", f"{report.bits_per_byte:.3f}", snr)
+    console.print(out)
+    console.print(
+        f"gzip -9 needs {text.gzip_bits_per_byte(held_out):.3f} bits per byte. A token visits {report.other_ranks.mean():.2f} "
+        f"other ranks in each of {layers} layers; wire bytes are its rows on the way to them (expert outputs come back unquantised)."
+    )
+
+
+if __name__ == "__main__":
+    main()
