@@ -158,6 +158,16 @@ class _Finder:
     def _quantised(self, module, shape, kind, name, data, scales, global_scale, input_scale) -> Linear:
         self._check_blocks(module, shape, kind)
         stacked = len(shape) == 3
+        if (
+            stacked
+            and kind.block_rows > 1
+            and shape[1] % (2 * kind.block_rows)
+            and module.endswith(self.family.fused[0])
+        ):
+            raise CheckpointError(
+                f"{module}: {shape[1] // 2} rows of gate do not divide into the blocks of {kind.block_rows} rows of "
+                f"{kind.name}: one block would hold rows of gate and up. Store each expert's gate and up on their own."
+            )
         info = self.tensors.get(data)
         stored = shape
         if kind.packed and (info is None or info.dtype != "F4"):

@@ -209,9 +209,10 @@ def quantize_folder(
 ) -> None:
     """Converts a folder: routed experts into `format`, everything else unquantised, tokenizer files copied.
 
-    format: a name of `FORMATS`. scheme: overrides what the source's configuration declares. Interrupted runs go on
-    where they stopped; `out` appears when it is complete. One layer is in memory at a time. Experts that the format's
-    contract keeps (NVFP4 into another NVFP4 form) are copied bit for bit; low-bit experts are not quantised again.
+    format: a name of `FORMATS`; "bfloat16" converts the rest, too. scheme: overrides what the source's configuration
+    declares. Interrupted runs go on where they stopped; `out` appears when it is complete. One layer is in memory at a
+    time. Experts that the format's contract keeps (NVFP4 into another NVFP4 form) are copied bit for bit; low-bit
+    experts are not quantised again.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is not known; choose one of {', '.join(FORMATS)}.")
@@ -227,12 +228,12 @@ def quantize_folder(
             if i not in ckpt.catalog.blocks:
                 return {}
             if contract is None:
-                params = materialize(plan_moe_layer(ckpt, i, dequantize=bf16))
+                params = materialize(plan_moe_layer(ckpt, i, dtype=bf16, dequantize=bf16))
             else:
                 params = load_online(ckpt, i, contract, dequantize_shared=bf16)
             return moe_tensors(ckpt.family, i, params, target, num_experts)
 
-        rest = plan_rest(ckpt)
+        rest = plan_rest(ckpt, dtype=bf16 if contract is None else None)
         _write_folder(
             Path(out),
             ckpt.config,
