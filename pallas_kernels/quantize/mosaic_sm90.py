@@ -30,13 +30,13 @@ MAX_UNITS = 8  # units of a row that one thread of `_rows` keeps in registers
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """values: V. units: units per thread of `_blocks`. threads: threads per block. rows_units: units above which a row
-    of `_rows` goes to a block of threads instead of a warp (in units per thread of the warp)."""
+    """values: V. units: units per thread of `_blocks`. threads: threads per block. warp_units: units per thread up to
+    which `_rows` gives a row to a warp instead of a block of threads."""
 
     values: int = 16
     units: int = 2
     threads: int = 128
-    warp_units: int = 4
+    warp_units: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +262,14 @@ def row_threads(task: Task) -> int:
     return 32 if task.units <= 32 * task.tuning.warp_units else task.tuning.threads
 
 
+def _block_max(o: Ops, top: U, scratch, warps: int) -> U:
+    """Maximum over a block of threads of what is already the maximum of each warp."""
+    slots = Pointer(scratch, shared=True)
+    slots.at(None, 0, (o.thread() >> 5) * 4).store([top], (o.thread() & 31).same(U(0)))
+    o.barrier()
+    return o.warp_max(slots.at(None, 0, (o.thread() & (warps - 1)) * 4).load(1)[0])
+
+
 def _rows(o: Ops, task: Task, refs: dict):
     """Per-token scales: `row_threads` threads load a row, find its maximum and quantise it."""
     scratch = refs.pop("scratch")
@@ -284,11 +292,7 @@ def _rows(o: Ops, task: Task, refs: dict):
         top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
     top = o.warp_max(top)
     if group > 32:
-        slots = Pointer(scratch, shared=True)
-        slots.at(None, 0, (o.thread() >> 5) * 4).store([top], (o.thread() & 31).same(U(0)))
-        o.barrier()
-        for i in range(group // 32):
-            top = o.umax(top, slots.at(None, 0, 4 * i).load(1)[0])
+        top = _block_max(o, top, scratch, group // 32)
     s, g, stored, large = lane.row_scale(o, top, task.fmt.e4m3_max)
     nv = lane.NvScale(o, s, g, large, four_over_six=task.fmt.four_over_six is not None)
     ok = _all(io.valid(row), first.same(U(0)), row < U(task.rows))
@@ -298,7 +302,10 @@ def _rows(o: Ops, task: Task, refs: dict):
         at = io.refs["row_scale"].at(row, 4)
     at.store([o.bits(stored)], ok)
     for unit, inside, words in zip(units, here, loaded, strict=True):
-        o.when(inside, functools.partial(_quantize_unit, o, io, row, unit, words, nv))
+        # A branch that the compiler cannot remove keeps it from interleaving units, which costs registers and with them
+        # rows in flight.
+        some = inside & o.opaque(U(1)).same(U(1))
+        o.when(some, functools.partial(_quantize_unit, o, io, row, unit, words, nv))
     if task.packed:
         io.store_tail(row, first, group)
 
@@ -315,11 +322,7 @@ def _maxima(o: Ops, task: Task, refs: dict):
         amax = lane.amax_bits(o, words, kind)
         top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
     top = o.warp_max(top)
-    slots = Pointer(scratch, shared=True)
-    slots.at(None, 0, (o.thread() >> 5) * 4).store([top], (o.thread() & 31).same(U(0)))
-    o.barrier()
-    for i in range(tune.threads // 32):
-        top = o.umax(top, slots.at(None, 0, 4 * i).load(1)[0])
+    top = _block_max(o, top, scratch, tune.threads // 32)
     io.refs["top"].at(o.block(), 4).store([top], o.thread().same(U(0)))
 
 
@@ -394,12 +397,15 @@ def _launch(program, task: Task, operands: dict, outputs: dict, blocks: int, *, 
 
 
 def tuned(task: Task, *, decode: bool = False) -> Task:
-    """task with the tuning that measured best."""
-    del decode
-    tuning = Tuning()
+    """task with the tuning that measured best on an H200 (`jmoe bench quantize`)."""
+    if decode:  # 16 bytes of output per thread: whole sectors
+        return dataclasses.replace(task, tuning=Tuning(values=8, units=4))
+    tuning = Tuning(units=1) if task.fmt.four_over_six else Tuning()
     if task.fmt.global_scale == "token":
-        while task.units > MAX_UNITS * tuning.threads:
+        wanted = 2 * tuning.threads  # two units per thread keep registers few and threads many
+        while task.units > wanted and tuning.threads < 512:
             tuning = dataclasses.replace(tuning, threads=2 * tuning.threads)
+            wanted = 2 * tuning.threads
     return dataclasses.replace(task, tuning=tuning)
 
 
@@ -424,6 +430,7 @@ def _outputs(task: Task) -> dict:
     return outputs
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run_quantize(task: Task, operands: dict) -> dict:
     """Launch the kernel for `task`. operands: x, and as the task says index, count, params, tail (in this order).
 
@@ -443,6 +450,7 @@ def empty(task: Task) -> dict:
     return {name: jnp.zeros(out.shape, out.dtype) for name, out in _outputs(task).items()}
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run_maxima(task: Task, operands: dict) -> jax.Array:
     """uint32 bits of the largest finite block maximum of x."""
     task = dataclasses.replace(task.flattened(), tuning=dataclasses.replace(task.tuning, units=8))
@@ -451,6 +459,7 @@ def run_maxima(task: Task, operands: dict) -> jax.Array:
     return jnp.max(top["top"])
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def run_dequantize(task: Task, operands: dict) -> jax.Array:
     """[rows, k] of task.dtype. operands: data, scale (not for packed rows), row_scale (formats with a global scale)."""
     out = {"out": jax.ShapeDtypeStruct((task.rows, task.k), jnp.dtype(task.dtype))}

@@ -22,7 +22,7 @@ KERNEL, REFERENCE = "mosaic_sm90", "reference"
 
 
 def hard(rows, k, dtype=jnp.bfloat16, seed=0):
-    """Normal rows, rows of every magnitude, outliers, subnormals, zeros, -0, NaN, infinity, exact values, huge values."""
+    """Rows: normal, of every magnitude, with outliers, subnormal, zero, -0, NaN, infinite, exact, huge."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, k)).astype(np.float32)
     kind = np.arange(rows) % 16
@@ -76,21 +76,26 @@ def on_cpu(f, *args):
         return f(*jax.device_put(args, cpu))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"])
 @pytest.mark.parametrize("fmt", ROW_FORMATS)
-def test_bytes_equal_the_reference_on_gpu_and_cpu(fmt, dtype):
-    x = hard(64, 1408, dtype)
+def test_bytes_equal_the_reference_on_gpu_and_cpu(fmt):
+    x = hard(64, 1408)
     got = q_(x, fmt, KERNEL)
     same(got, on_cpu(lambda x: q_(x, fmt, REFERENCE), x))
     same(got, q_(x, fmt, REFERENCE))
 
 
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token", "nvfp4_token_4o6"])
+def test_bytes_equal_the_reference_for_other_inputs(fmt, dtype):
+    x = hard(64, 1408, dtype)
+    same(q_(x, fmt, KERNEL), on_cpu(lambda x: q_(x, fmt, REFERENCE), x))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_128", "nvfp4", "nvfp4_token", "nvfp4_token_4o6"])
 def test_row_lengths_and_row_counts(fmt):
     for rows, k in ((1, 128), (3, 2880), (257, 96), (5, 7168), (2, 20480)):
-        if k % FORMATS[fmt].block == 0 or fmt.startswith("fp8"):
-            x = hard(rows, k, seed=k)
-            same(q_(x, fmt, KERNEL), q_(x, fmt, REFERENCE))
+        x = hard(rows, k, seed=k)
+        same(q_(x, fmt, KERNEL), on_cpu(lambda x: q_(x, fmt, REFERENCE), x))
     assert q_(hard(0, 128), fmt, KERNEL).data.shape[0] == 0
 
 
@@ -101,7 +106,7 @@ def test_given_tensor_scales_one_and_a_stack(fmt):
         same(q_(x, fmt, KERNEL, global_scale=g), q_(x, fmt, REFERENCE, global_scale=g))
 
 
-@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4", "nvfp4_token", "nvfp4_token_4o6"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "nvfp4_token"])
 def test_swizzled_scales_with_zero_padding_and_aligned_columns(fmt):
     x = hard(130, 2880)
     same(q_(x, fmt, KERNEL, layout="swizzled"), q_(x, fmt, REFERENCE, layout="swizzled"))
@@ -121,16 +126,16 @@ def test_rows_beyond_the_count_are_skipped(fmt):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"])
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token"])
 def test_dequantised_values_equal_the_reference(fmt, dtype):
-    for k in (1408, 2880) if fmt != "fp8_128" else (1408,):
+    for k in (1408, 2880):
         q = q_(hard(64, k), fmt, REFERENCE)
         back = jax.jit(dequantize, static_argnames=("dtype", "implementation"))
         got = back(q, dtype=dtype, implementation=KERNEL)
-        same(got, on_cpu(lambda q: back(q, dtype=dtype, implementation=REFERENCE), q))
+        same(got, on_cpu(functools.partial(back, dtype=dtype, implementation=REFERENCE), q))
 
 
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token"])
 def test_no_cast_round_trip_is_elided_in_one_jit(fmt):
     x = hard(64, 256)
     f = jax.jit(lambda x: dequantize(quantize(x, fmt), jnp.float32))
@@ -201,7 +206,7 @@ def test_offsets_beyond_two_to_the_31_bytes():
         del q
 
 
-def test_vmap_and_shard_map_free_use_give_the_same_bytes():
+def test_vmap_gives_the_same_bytes():
     x = hard(32, 256).reshape(2, 16, 256)
     same(
         jax.vmap(lambda x: quantize(x, "nvfp4_token"))(x).data,

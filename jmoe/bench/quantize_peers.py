@@ -1,0 +1,128 @@
+"""What block quantisation is compared with: the plain way to write it in jax.numpy and in torch, compiled.
+
+These follow the same formats without promises about subnormals, NaN or the last bit, as one would write them by hand.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmoe.formats import FORMATS, QTensor
+
+TORCH_SETS, TORCH_CALLS = 8, 5
+
+
+def _e2m1_pack(y: jax.Array) -> jax.Array:
+    """Packed E2M1 codes of y [..., K], |y| <= 6: comparisons with the midpoints, then two codes to a byte."""
+    a = jnp.abs(y)
+    code = sum((a > jnp.float32(m)).astype(jnp.uint8) for m in (0.25, 1.25, 2.5, 5.0))
+    code = code + sum((a >= jnp.float32(m)).astype(jnp.uint8) for m in (0.75, 1.75, 3.5))
+    code = code | (jnp.signbit(y).astype(jnp.uint8) << 3)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def plain_xla(x: jax.Array, name: str) -> tuple[jax.Array, ...]:
+    """Data and scales of x [T, D] as a user of jax.numpy would compute them."""
+    fmt = FORMATS[name]
+    top = 448.0 if fmt.element == "e4m3" else 6.0
+    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, fmt.block)
+    amax = jnp.max(jnp.abs(blocks), axis=-1)
+    extra: tuple[jax.Array, ...] = ()
+    if fmt.scale == "e8m0":
+        bits = lax.bitcast_convert_type(amax / jnp.float32(top), jnp.uint32)
+        byte = jnp.clip((bits + jnp.uint32(0x7FFFFF)) >> 23, 1, 254)
+        factor = lax.bitcast_convert_type((jnp.uint32(254) - byte) << 23, jnp.float32)
+        scale = byte.astype(jnp.uint8)
+    elif fmt.scale == "f32":
+        scale = jnp.maximum(amax, jnp.float32(1e-10)) / jnp.float32(448)
+        factor = 1 / scale
+    else:
+        if fmt.global_scale == "token":
+            g = jnp.max(amax, axis=-1, keepdims=True) / jnp.float32(6 * fmt.e4m3_max)
+            extra = (g,)
+        else:
+            g = jnp.float32(5.5 / (6 * fmt.e4m3_max))
+        stored = jnp.minimum(amax / (jnp.float32(6) * g), jnp.float32(448)).astype(jnp.float8_e4m3fn)
+        scale = lax.optimization_barrier(stored)
+        factor = 1 / jnp.maximum(scale.astype(jnp.float32) * g, jnp.float32(1e-30))
+    y = jnp.clip(blocks * factor[..., None], -top, top).reshape(x.shape)
+    data = y.astype(jnp.float8_e4m3fn) if fmt.element == "e4m3" else _e2m1_pack(y)
+    return (data, scale, *extra)
+
+
+def plain_xla_inverse(q: QTensor) -> jax.Array:
+    """bfloat16 [T, D] of q."""
+    fmt = q.format
+    if fmt.element == "e4m3":
+        value = q.data.astype(jnp.float32)
+    else:
+        table = jnp.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], jnp.float32)
+        value = table[jnp.stack([q.data & 15, q.data >> 4], axis=-1).astype(jnp.int32)]
+    value = value.reshape(q.shape[0], -1, fmt.block)
+    if fmt.scale == "e8m0":
+        scale = lax.bitcast_convert_type(q.block_scale.astype(jnp.uint32) << 23, jnp.float32)
+    else:
+        scale = q.block_scale.astype(jnp.float32)
+    if q.global_scale is not None:
+        scale = scale * q.global_scale.reshape(-1, *(1,) * q.global_scale.ndim)
+    return (value * scale[..., None]).reshape(q.shape).astype(jnp.bfloat16)
+
+
+def _torch_function(torch: Any, name: str) -> Any:
+    fmt = FORMATS[name]
+
+    def mxfp8(x):
+        blocks = x.float().reshape(x.shape[0], -1, 32)
+        amax = blocks.abs().amax(-1)
+        byte = (((amax * (1 / 448)).view(torch.int32) + 0x7FFFFF) >> 23).clamp(1, 254)
+        factor = ((254 - byte) << 23).view(torch.float32)
+        data = (blocks * factor[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn).reshape(x.shape)
+        return data, byte.to(torch.uint8)
+
+    def nvfp4(x):
+        g = 5.5 / (6 * fmt.e4m3_max)
+        blocks = x.float().reshape(x.shape[0], -1, 16)
+        scale = (blocks.abs().amax(-1) * (1 / (6 * g))).clamp(max=448).to(torch.float8_e4m3fn)
+        y = (blocks / (scale.float() * g).clamp(min=1e-30)[..., None]).clamp(-6, 6).reshape(x.shape)
+        a = y.abs()
+        code = torch.zeros_like(a, dtype=torch.uint8)
+        for midpoint in (0.25, 1.25, 2.5, 5.0):
+            code += (a > midpoint).to(torch.uint8)
+        for midpoint in (0.75, 1.75, 3.5):
+            code += (a >= midpoint).to(torch.uint8)
+        code |= torch.signbit(y).to(torch.uint8) << 3
+        return code[:, 0::2] | (code[:, 1::2] << 4), scale
+
+    return {"mxfp8": mxfp8, "nvfp4": nvfp4}[name]
+
+
+def torch_seconds(name: str, rows: int, columns: int) -> float | None:
+    """Median seconds of torch.compile'd quantisation of [rows, columns] bfloat16; None without torch and CUDA."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    run = torch.compile(_torch_function(torch, name))
+    sets = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(TORCH_SETS)]
+    for x in sets[:2]:
+        run(x)
+    times = []
+    for _ in range(TORCH_CALLS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        out = [run(x) for x in sets]
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / len(sets))
+        del out
+    del sets
+    torch.cuda.empty_cache()
+    return statistics.median(times)
