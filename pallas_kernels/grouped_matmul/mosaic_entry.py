@@ -88,7 +88,7 @@ def forward(x, w, group_sizes, *, group_offset=None, out_dtype, interpret=None) 
         return jnp.zeros((m, n), out_dtype)
     if isinstance(w, QTensor):
         if isinstance(x, QTensor) and _family(x.format) == "fp8_128" and _family(w.format) == "fp8_128x128":
-            if tuning.rows_per_group(m, w.shape[0]) > DECODE_ROWS and m % 4 == 0 and x.k % 128 == 0:
+            if tuning.rows_per_group(m, w.shape[0]) > DECODE_ROWS and x.k % 128 == 0:
                 return _fp8(x, w, group_sizes, group_offset, out_dtype, interpret)
         return _exchanged(_half(x, jnp.bfloat16), w, group_sizes, group_offset, out_dtype, interpret)
     x = _half(x, w.dtype)
