@@ -187,6 +187,28 @@ def test_a_killed_run_leaves_nothing_that_loads_and_goes_on_where_it_stopped(tmp
         assert bits(load_moe_layers(a)) == bits(load_moe_layers(b)) and bits(read_rest(a)) == bits(read_rest(b))
 
 
+def test_parameters_are_written_anew_after_an_interruption(rng, tmp_path, monkeypatch):
+    config, tensors = tiny(rng)
+    source = MemoryCheckpoint(config, tensors)
+    layers, rest = load_moe_layers(source), read_rest(source)
+    original = save.write_safetensors
+
+    def dying(path, *args, **kwargs):
+        if "00002" in path.name:
+            raise KeyboardInterrupt
+        original(path, *args, **kwargs)
+
+    monkeypatch.setattr(save, "write_safetensors", dying)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "out", config, layers, {k: v * 0 for k, v in rest.items()})
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    save_checkpoint(tmp_path / "out", config, layers, rest)  # other values: nothing of the first attempt may stay
+    with Checkpoint(tmp_path / "out") as ckpt:
+        assert bits(read_rest(ckpt)) == bits(rest) and bits(load_moe_layer(ckpt, 0)) == bits(layers[0])
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_two_writers_do_not_meet(tmp_path, monkeypatch):
     original = save.write_safetensors
 

@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import jax
 import numpy as np
@@ -69,6 +70,15 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def _start_over(folder: Path, file: IO[str], token: dict) -> None:
+    for path in folder.iterdir():
+        if path.name != PROGRESS:
+            path.unlink()
+    file.truncate(0)
+    json.dump(token, file)
+    file.flush()
+
+
 @contextlib.contextmanager
 def _claimed(out: Path, token: dict) -> Iterator[Path]:
     """The folder to write in, held against other writers; it belongs to the work that `token` describes."""
@@ -90,7 +100,9 @@ def _claimed(out: Path, token: dict) -> Iterator[Path]:
                 known = json.loads(text)
             except ValueError:
                 known = None
-            if known != token:
+            if "call" in token and isinstance(known, dict) and "call" in known:
+                _start_over(folder, file, token)  # parameters of a process that is gone cannot be continued
+            elif known != token:
                 raise CheckpointError(
                     f"{folder}: holds the beginning of another conversion ({text[:200].strip()}); remove the folder to "
                     "start over, or repeat the call that began it."
@@ -234,9 +246,10 @@ def quantize_folder(
             return moe_tensors(ckpt.family, i, params, target, num_experts)
 
         rest = plan_rest(ckpt, dtype=bf16 if contract is None else None)
+        hf = {**ckpt.config, "dtype": "bfloat16"} if contract is None else ckpt.config
         _write_folder(
             Path(out),
-            ckpt.config,
+            hf,
             ckpt.family,
             target,
             {**_fingerprint(ckpt), "format": format},
