@@ -1,4 +1,14 @@
-"""Checkpoints in Hugging Face's form: reading, quantising, writing and swapping them, without torch."""
+"""Checkpoints in Hugging Face's form: reading, quantising, writing and swapping them, without torch.
+
+    with Checkpoint(folder) as ckpt:                                  # checked when it is opened, headers only
+        params = load_moe_layer(ckpt, 0, sharding=NamedSharding(mesh, P("ep")))        # low-bit weights stay low-bit
+        online = load_moe_layer(ckpt, 0, quant="nvfp4_online")        # quantised on the device, a few experts at a time
+        weights = load_weights(ckpt)                                  # the whole model
+    weights = reload(weights, other_folder)                           # new values, same buffers, no new trace
+    quantize_folder(folder, out, format="nvfp4")                      # also `jmoe quantize`
+
+What can be wrong with a folder is a `CheckpointError`, a ValueError that names file and key.
+"""
 
 from .calibrate import calibrate
 from .draft import draft_format, share_workspace
