@@ -17,7 +17,6 @@ from .backends import combine, get_backend, shared_global_scale, uniform_global_
 from .backends.straight_through import dispatch
 from .experts import ExpertWeights, apply_batched_experts, apply_experts, get_experts
 from .placement import Placement, num_unreachable, to_physical
-
 from .policy import Decision
 
 if TYPE_CHECKING:
@@ -97,8 +96,8 @@ def _input_scale(
 ) -> tuple[ExpertWeights, jax.Array | None]:
     """The experts with the decode scale of a per-tensor activation format, and the one to quantise with before sending.
 
-    Without a static scale it is that of all ranks' routed tokens together, so that the numbers do not depend on how many
-    ranks there are, nor on who quantises.
+    Without a static scale it is that of all ranks' routed tokens together, so that the numbers do not depend on how
+    many ranks there are, nor on who quantises.
     """
     scale = experts.input_scale
     formats = [f for f in (decision.quant_dtype, decision.wire if decision.quantised_wire else None) if f is not None]

@@ -1,10 +1,10 @@
 """The layer: router, dispatch, experts and combine put together, as pure functions of arrays.
 
-`build_moe` checks everything once and returns a static description; `moe` is the layer on global arrays (it enters shard_map
-itself); `moe_local` is the same inside the caller's own shard_map.
+`build_moe` checks everything once and returns a static description; `moe` is the layer on global arrays (it enters
+shard_map itself); `moe_local` is the same inside the caller's own shard_map.
 
-Letters: T tokens on one rank, D hidden, E experts, K experts per token, R ranks of the expert axis, E_loc expert slots on
-one rank, P = R * E_loc.
+Letters: T tokens on one rank, D hidden, E experts, K experts per token, R ranks of the expert axis, E_loc expert slots
+on one rank, P = R * E_loc.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.quantize import QTensor, quantize_weights
+from pallas_kernels.quantize import quantize_weights
 
 from . import compat
 from .backends import Exchange, exchange_for, get_backend
+from .backends.engine import remote_write_engine
 from .caps import DeviceCaps
 from .config import MoEConfig
 from .core import exchange_and_compute
-from .experts import ExpertWeights, get_experts, shared_expert
+from .experts import ExpertsSpec, ExpertWeights, get_experts, shared_expert
 from .params import MoEParams
 from .payload import RowLayout, row_layout
 from .placement import Placement, even_placement, to_physical_order
-from .policy import Decision, decide
+from .policy import Decision, decide, explain
+from .policy.render import to_text
 from .router import MoEStats, route, router_logits, router_stats, summarize
 
 AnyMesh = Mesh | AbstractMesh
@@ -46,9 +48,9 @@ class MoELayer:
     """A checked layer: everything that is decided before tracing. Hashable, made by `build_moe`.
 
     mesh: None for one rank. expert_axis: the axis of the mesh over which the experts are spread; token_axes: those over
-    which the tokens are. num_ranks R, num_local E_loc. backend: the name asked for ("auto" decides for each token count).
-    experts: the kind of experts, "auto" or a name in `jmoe.experts.EXPERTS`. caps: of the devices. implementation: of the
-    grouped matmul, None for the best.
+    which the tokens are. num_ranks R, num_local E_loc. backend: the name asked for ("auto" decides for each token
+    count). experts: the kind of experts, "auto" or a name in `jmoe.experts.EXPERTS`. caps: of the devices.
+    implementation: of the grouped matmul, None for the best.
     """
 
     config: MoEConfig
@@ -81,9 +83,9 @@ class MoELayer:
 
     def exchange(self, tokens: int) -> Exchange:
         """The static facts of the exchange of `tokens` tokens on each rank."""
-        config = self.config
+        config, decision = self.config, self.decision(tokens)
         return exchange_for(
-            get_backend(self.decision(tokens).backend),
+            get_backend(decision.backend),
             tokens=tokens,
             num_ranks=self.num_ranks,
             num_local=self.num_local,
@@ -91,13 +93,14 @@ class MoELayer:
             axis_name=self.expert_axis if self.mesh is not None and self.num_ranks > 1 else None,
             capacity_factor=config.capacity_factor,
             dtype=config.dtype,
+            engine=remote_write_engine(self.caps) if decision.transport == "kernel" else None,
         )
 
     def memory(self, tokens: int) -> dict[str, int]:
         """Bytes of this layer's buffers on one rank for `tokens` tokens on it: the exchange's, and the experts' own.
 
-        expert_rows: the sorted input, the gate and up projections, the activation and the outputs of every place that the
-        received rows can need (N * K of them; the work is that of the places in use).
+        expert_rows: the sorted input, the gate and up projections, the activation and the outputs of every place that
+        the received rows can need (N * K of them; the work is that of the places in use).
         """
         backend, exchange = get_backend(self.decision(tokens).backend), self.exchange(tokens)
         combine_row = None
@@ -112,36 +115,32 @@ class MoELayer:
         return sizes
 
     def explain(self, tokens: int) -> str:
-        """What happens to `tokens` tokens in all: what travels, who quantises it, why, and what it takes."""
-        local = -(-tokens // self.token_shards)
-        decision, layout = self.decision(local), self.layout(local)
-        plain = row_layout(self.config.hidden_size, self.config.dtype, self.config.num_experts_per_tok)
-        memory = self.memory(local)
-        lines = [
-            f"{self.config.num_experts} experts, top-{self.config.num_experts_per_tok}, on {self.num_ranks} "
-            f"rank{'s' * (self.num_ranks > 1)}; {self.caps.describe()}",
-            f"backend   {decision.backend} ({decision.form}), moved by {decision.transport_reason}",
-            f"wire      {decision.wire}: {layout.row_bytes} bytes a row "
-            f"({plain.row_bytes / layout.row_bytes:.2f}x less than {self.config.dtype}); back as {decision.combine_wire}",
-            f"quantised by {decision.where}",
-            f"because   {decision.reason}",
-            *(f"note      {note}" for note in decision.notes),
-            f"memory    {sum(memory.values()) / 1e6:.1f} MB a rank for {local} tokens: "
-            + ", ".join(f"{name} {size / 1e6:.1f}" for name, size in memory.items()),
-        ]
-        return "\n".join(lines)
+        """What happens to `tokens` tokens in all: what travels, who quantises it and why, bytes, alternatives."""
+        return to_text(
+            explain(
+                self.config,
+                backend=self.backend,
+                num_ranks=self.num_ranks,
+                tokens=-(-tokens // self.token_shards),
+                caps=self.caps,
+                experts=self._experts_spec,
+            )
+        )
+
+    @property
+    def _experts_spec(self) -> ExpertsSpec | None:
+        return None if self.experts == "auto" else get_experts(self.experts)
 
 
 @functools.lru_cache(maxsize=4096)
 def _decide(layer: MoELayer, tokens: int) -> Decision:
-    experts = None if layer.experts == "auto" else get_experts(layer.experts)
     return decide(
         layer.config,
         backend=layer.backend,
         num_ranks=layer.num_ranks,
         tokens=tokens,
         caps=layer.caps,
-        experts=experts,
+        experts=layer._experts_spec,
     )
 
 
@@ -170,8 +169,8 @@ def build_moe(
         caps: the devices' capabilities (None: detected from the mesh).
         implementation: of the grouped matmul (None: the best that can run).
 
-    Raises ValueError for whatever cannot work: an unknown or unsupported combination of backend, format and experts, axes
-    that the mesh lacks. Each message says what is possible.
+    Raises ValueError for whatever cannot work: an unknown or unsupported combination of backend, format and experts,
+    axes that the mesh lacks. Each message says what is possible.
     """
     axes = () if mesh is None else tuple(mesh.axis_names)
     if token_axes is None:
@@ -179,19 +178,19 @@ def build_moe(
     unknown = [a for a in token_axes if a not in axes]
     if unknown:
         raise ValueError(
-            f"token_axes={token_axes} names axes that the mesh does not have: {unknown}; it has {axes}. Leave token_axes "
-            "out to spread the tokens over all of them."
+            f"token_axes={token_axes} names axes that the mesh does not have: {unknown}; it has {axes}. Leave "
+            "token_axes out to spread the tokens over all of them."
         )
     if expert_axis in axes and expert_axis not in token_axes:
         raise ValueError(
-            f"The expert axis {expert_axis!r} is not among token_axes={token_axes}: tokens must be spread over the axis "
-            "along which they are exchanged. Add it, or leave token_axes out."
+            f"The expert axis {expert_axis!r} is not among token_axes={token_axes}: tokens must be spread over the "
+            "axis along which they are exchanged. Add it, or leave token_axes out."
         )
     if axes and expert_axis not in axes:
         if backend not in ("auto", "local", "none"):
             raise ValueError(
-                f"backend={backend!r} exchanges tokens over the mesh axis {expert_axis!r}, but the mesh has {axes}. Name "
-                "one of them as expert_axis, or use backend='local'."
+                f"backend={backend!r} exchanges tokens over the mesh axis {expert_axis!r}, but the mesh has {axes}. "
+                "Name one of them as expert_axis, or use backend='local'."
             )
         mesh, token_axes = None, ()
     num_ranks = mesh.shape[expert_axis] if mesh is not None else 1
@@ -201,8 +200,8 @@ def build_moe(
     slots = -(-config.num_experts // num_ranks)
     if num_local is not None and num_local < slots:
         raise ValueError(
-            f"num_local={num_local} slots on each of {num_ranks} ranks do not hold {config.num_experts} experts; at least "
-            f"{slots} are needed."
+            f"num_local={num_local} slots on each of {num_ranks} ranks do not hold {config.num_experts} experts; at "
+            f"least {slots} are needed."
         )
     layer = MoELayer(
         config,
@@ -220,8 +219,8 @@ def build_moe(
     layer.layout(1)
     if decision.form == "batched" and config.apply_router_weight_on_input:
         raise ValueError(
-            f"apply_router_weight_on_input=True with backend {decision.backend!r}: batched backends apply the weights at "
-            "the token's owner. Use a standard backend ('nvlink_one_sided', 'nvlink_two_sided', ...)."
+            f"apply_router_weight_on_input=True with backend {decision.backend!r}: batched backends apply the weights "
+            "at the token's owner. Use a standard backend ('nvlink_one_sided', 'nvlink_two_sided', ...)."
         )
     return layer
 
@@ -350,8 +349,8 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
         placement = even_placement(config.num_experts, layer.num_ranks)
     if placement.num_ranks != layer.num_ranks or placement.num_local != layer.num_local:
         raise ValueError(
-            f"The placement has {placement.num_ranks} ranks x {placement.num_local} slots, the layer {layer.num_ranks} x "
-            f"{layer.num_local}; build the layer with num_local={placement.num_local}, or use another placement."
+            f"The placement has {placement.num_ranks} ranks x {placement.num_local} slots, the layer {layer.num_ranks} "
+            f"x {layer.num_local}; build the layer with num_local={placement.num_local}, or use another placement."
         )
     params = _in_physical_order(layer, params, placement)
 
@@ -423,8 +422,3 @@ def _in_physical_order(layer: MoELayer, params: MoEParams, placement: Placement)
     place = lambda leaf: to_physical_order(leaf, placement) if leaf.ndim else leaf  # noqa: E731
     experts: ExpertWeights = jax.tree.map(place, params.experts)
     return dataclasses.replace(params, experts=experts)
-
-
-def is_quantised(leaf) -> bool:
-    """For jax.tree.map(is_leaf=...): whether a node is a QTensor."""
-    return isinstance(leaf, QTensor)

@@ -1,4 +1,4 @@
-"""The MoE layer as a Flax Linen module; see `jmoe.nn.MoE` for the NNX one, whose parameters have the same names and shapes."""
+"""The MoE layer as a Flax Linen module, with the parameters of the NNX one (`jmoe.nn.MoE`): same names, same shapes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .router import MoEStats
 class MoE(linen.Module):
     """A Mixture-of-Experts layer, expert-parallel over one axis of a mesh.
 
-    Arguments: those of `jmoe.nn.MoE`. Collections: "params" holds router, gate_up, down and the optional biases and shared
-    expert; "moe_state" holds correction_bias, which gradients do not touch. Losses and counts:
+    Arguments: those of `jmoe.nn.MoE`. Collections: "params" holds router, gate_up, down and the optional biases and
+    shared expert; "moe_state" holds correction_bias, which gradients do not touch. Losses and counts:
     `module.apply(variables, x, method="call_with_stats")`.
     """
 

@@ -39,16 +39,16 @@ class MoE(nnx.Module):
     Arguments:
         config: MoEConfig.
         backend: how tokens move: a backend's name, or "auto".
-        mesh: the mesh, or None for the one in context (`jax.set_mesh`) when the layer is called; without any, or where it
-            has no axis called `expert_axis`, the layer runs on one rank.
+        mesh: the mesh, or None for the one in context (`jax.set_mesh`) when the layer is called; without any, or where
+            it has no axis called `expert_axis`, the layer runs on one rank.
         expert_axis: the mesh axis that the experts are spread over.
         token_axes: the mesh axes that the tokens are spread over (None: all axes of the mesh).
         param_dtype: dtype of the parameters. The computation's dtype is `config.dtype`.
         init: function (key, config, *, dtype, num_slots) -> MoEParams.
         rngs: nnx.Rngs; one key of its "params" stream is used.
 
-    Attributes: router [E, D], gate_up [P, 2, F, D] (index 0 gate, 1 up), down [P, D, F]; where the configuration has them
-    router_bias [E], correction_bias [E], gate_up_bias [P, 2, F], down_bias [P, D], shared_gate_up [2, Fs, D],
+    Attributes: router [E, D], gate_up [P, 2, F, D] (index 0 gate, 1 up), down [P, D, F]; where the configuration has
+    them router_bias [E], correction_bias [E], gate_up_bias [P, 2, F], down_bias [P, D], shared_gate_up [2, Fs, D],
     shared_down [D, Fs], shared_gate [D]; absent ones are None.
     """
 
@@ -71,7 +71,7 @@ class MoE(nnx.Module):
 
     @classmethod
     def from_params(cls, config: MoEConfig, params: MoEParams, **kwargs) -> MoE:
-        """A module around existing arrays, for example those of `jmoe.checkpoint`. `kwargs`: as for MoE, without rngs."""
+        """A module around existing arrays, such as those of `jmoe.checkpoint`. `kwargs`: as for MoE, without rngs."""
         return cls(config, init=lambda *_, **__: params, rngs=nnx.Rngs(0), **kwargs)
 
     def _configure(self, config, backend, mesh, expert_axis, token_axes):

@@ -19,8 +19,8 @@ from .experts import ExpertWeights
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoEParams:
-    """router [E, D]; router_bias [E]; correction_bias [E] float32 (selection only); experts: ExpertWeights over P slots;
-    shared expert: shared_gate_up [2, Fs, D], shared_down [D, Fs], shared_gate [D]. Absent parts are None.
+    """router [E, D]; router_bias [E]; correction_bias [E] float32 (selection only); experts: ExpertWeights over P
+    slots; shared expert: shared_gate_up [2, Fs, D], shared_down [D, Fs], shared_gate [D]. Absent parts are None.
     """
 
     router: jax.Array

@@ -283,5 +283,5 @@ def test_explain_and_memory_state_bytes():
     layer = build_moe(config, mesh=mesh_of((8,)), backend="nvlink_two_sided")
     text = layer.explain(4096)
     row = layer.layout(512).row_bytes
-    assert row == 4112 and f"{row} bytes a row" in text and "nvfp4_token" in text
+    assert row == 4112 and f"{row} = 3584 data" in text and "nvfp4_token" in text
     assert layer.memory(512)["dispatch_receive"] == 8 * 512 * row
