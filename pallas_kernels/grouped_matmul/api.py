@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..quantize import QTensor
-from . import portable
+from . import mosaic_entry, portable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,13 @@ class Implementation:
 
 # In the order of preference. "portable" does everything and comes last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
+    Implementation(
+        name="mosaic_sm90",
+        why_not=mosaic_entry.why_not,
+        forward=mosaic_entry.forward,
+        dlhs=mosaic_entry.dlhs,
+        drhs=mosaic_entry.drhs,
+    ),
     Implementation(
         name="portable",
         why_not=lambda problem: None,

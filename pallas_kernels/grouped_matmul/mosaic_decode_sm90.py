@@ -33,6 +33,7 @@ class DecodeConfig:
 
     block_t: tokens of a tile. consumers: multiplying warpgroups, each with 64 rows of the weight. chunks: pieces of 128
     bytes of a weight's row in one stage. per_sm: blocks on one multiprocessor.
+    overlap: prepare the next chunk while the matrix unit still works on the last.
     """
 
     block_t: int = 16
@@ -40,6 +41,7 @@ class DecodeConfig:
     chunks: int = 2
     stages: int = 5
     per_sm: int = 2
+    overlap: bool = False
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -194,6 +196,9 @@ def _body(
                 a = a_smem.at[wg, :, piece] if interpret else values[:, piece]
                 plgpu.wgmma(acc, a, x_smem.at[slot, chunk * per_chunk + i].T)
 
+        def release(step):
+            plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
+
         def accumulate(weight, step):
             """The sum over K in one accumulator, for formats whose scales are applied to the weights."""
 
@@ -203,14 +208,24 @@ def _body(
                     plgpu.barrier_wait(full.at[slot])
                     for chunk in range(c.chunks):
                         product(acc, slot, j, chunk)
-                        if packed:
+                        if c.overlap:
+                            # The weights of the chunk before have been read now, those of this one may be in use.
+                            plgpu.wgmma_wait(packed.chunk // _WIDTH if packed else 1)
+                            if chunk == 0:
+                                pl.when(j > 0)(lambda: release(step - 1))
+                        elif packed:
                             plgpu.wgmma_wait(0)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(empty.at[slot])
+                    if not c.overlap:
+                        plgpu.wgmma_wait(0)
+                        release(step)
                     return step + 1
 
-                end = lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
-                return end, acc[...]
+                steps = jnp.where(weight >= 0, k_steps, 0)
+                end = lax.fori_loop(0, steps, per_step, step)
+                value = acc[...]
+                if c.overlap:
+                    pl.when(steps > 0)(lambda: release(end - 1))
+                return end, value
 
             return pl.run_scoped(scope, plgpu.ACC((_ROWS, c.block_t), jnp.float32))
 
