@@ -74,7 +74,7 @@ def finite(tree):
     return all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 def test_output_and_every_gradient_equal_the_dense_formula(rng, activation):
     config = make_config(dtype="float32", activation=activation, use_bias=True)
     params = make_params(rng, bias=True)

@@ -54,7 +54,6 @@ def decibel(clean, noisy):
 # mxfp4 weights 0.197, nvfp4 weights 0.167, nvfp4 throughout 0.233).
 RECIPES = {
     (None, "mxfp8", None): (26, 31),
-    (None, "fp8_128", None): (26, 31),
     (None, "mxfp4", None): (12, 18),
     (None, "nvfp4", None): (16, 20),
     (None, "nvfp4_token_4o6", None): (16, 20),
