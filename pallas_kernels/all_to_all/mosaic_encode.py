@@ -39,8 +39,8 @@ def _across(per_block, like):
 
 
 def e4m3_bits(y: jax.Array) -> jax.Array:
-    """uint8 codes of float32 y, saturating; NaN gives 0x7F."""
-    return lax.bitcast_convert_type(jnp.clip(y, f32(-448), f32(448)).astype(jnp.float8_e4m3fn), jnp.uint8)
+    """uint8 codes of float32 y; NaN gives 0x7F. What exceeds 448 saturates in a kernel; elsewhere, clip it first."""
+    return lax.bitcast_convert_type(y.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
 def exact_quotient(numerator: int, x: jax.Array) -> jax.Array:
@@ -59,13 +59,17 @@ def mxfp8_blocks(x: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array]:
     byte = jnp.where(amax > i32(INF), i32(255), byte)
     inverse = jnp.where(byte == i32(254), i32(0x400000), lax.shift_left(i32(254) - byte, i32(23)))  # 2^(127 - byte)
     inverse = _float(jnp.where(byte == i32(255), i32(0x7FC00000), inverse))  # NaN makes each code 0x7F
-    return e4m3_bits(x * _across(inverse, x)), byte.astype(jnp.uint8)
+    y = x * _across(inverse, x)
+    if fmt.rule == "floor":  # only this rule lets finite values exceed 448
+        y = jnp.clip(y, f32(-448), f32(448))
+    return e4m3_bits(y), byte.astype(jnp.uint8)
 
 
 def pair_amax(words: jax.Array) -> jax.Array:
     """int32 [N, B/2] words of two bf16 -> int32 [N], bf16 bits of each block's largest magnitude."""
-    low, high = words & i32(0x7FFF), _shift_right(words, 16) & i32(0x7FFF)
-    return jnp.max(jnp.maximum(low, high), axis=1)
+    low = jnp.max(words & i32(0x7FFF), axis=1)
+    high = _shift_right(jnp.max(words & i32(0x7FFFFFFF), axis=1), 16)  # the lower half never decides
+    return jnp.maximum(low, high)
 
 
 def finite_or_zero(amax: jax.Array) -> jax.Array:
@@ -100,15 +104,17 @@ def e4m3_value(code: jax.Array) -> jax.Array:
     return jnp.where(code < i32(8), code.astype(jnp.float32) * f32(2.0**-9), normal)
 
 
-def e2m1_bits(y: jax.Array, sign_source: jax.Array) -> jax.Array:
-    """int32 codes 0..15 of float32 y, nearest even, saturating at 6; the sign is that of the int32 bits given.
+def e2m1_magnitude(a: jax.Array) -> jax.Array:
+    """int32 whose three low bits are the E2M1 code of a >= 0 (float32), nearest even, saturating at 6; the others of
+    its low byte are 0.
 
-    Adding 1.5 * 2^(22, 23, 24) rounds to multiples of 0.5, 1 and 2, the steps of E2M1 below 2, 4 and 6; the even
-    offsets make the low bits of the sum the code itself and leave ties as they are.
+    Before rounding, the code is min(2a, a + 2, a/2 + 4): steps of 0.5, 1 and 2 below 2, 4 and 6. Added to 1.5 * 2^23,
+    each of the three is rounded once, to an integer, ties to even; rounding is monotone, so the minimum may follow.
     """
-    a = jnp.minimum(jnp.abs(y), f32(6))
-    magic = jnp.where(a < f32(2), f32(1.5 * 2**22), jnp.where(a < f32(4), f32(1.5 * 2**23 + 2), f32(1.5 * 2**24 + 8)))
-    return (_bits(a + magic) & i32(7)) | (_shift_right(sign_source, 28) & i32(8))
+    magic = 1.5 * 2**23
+    a = jnp.minimum(a, f32(6))  # also keeps the product that a is from being contracted with the sums
+    low = jnp.minimum(a * f32(2) + f32(magic), a + f32(magic + 2))
+    return _bits(jnp.minimum(low, a * f32(0.5) + f32(magic + 4)))
 
 
 def nvfp4_blocks(words, amax, power, encode_sixth, decode, divide=exact_quotient) -> tuple[jax.Array, jax.Array]:
@@ -121,10 +127,12 @@ def nvfp4_blocks(words, amax, power, encode_sixth, decode, divide=exact_quotient
     s_code = e4m3_bits(jnp.minimum(shifted * encode_sixth, f32(448))).astype(jnp.int32)
     zero = s_code == i32(0)
     scale = jnp.where(zero, f32(1), e4m3_value(s_code) * decode)
-    inverse = _across(jnp.where(zero, f32(1), divide(1, scale)), words)
-    power = _across(jnp.where(zero, f32(2.0**SATURATE_EXPONENT), power), words)
-    low, high = lax.shift_left(words, i32(16)), words & i32(-65536)
-    packed = e2m1_bits(_float(low) * power * inverse, low)
-    packed = packed | lax.shift_left(e2m1_bits(_float(high) * power * inverse, high), i32(4))
+    # One multiplier: a power of two times the quotient, both far from the ends of float32, is exact.
+    factor = jnp.where(zero, f32(2.0**SATURATE_EXPONENT), power * divide(1, scale))
+    factor = _across(factor, words)
+    low = _float(lax.shift_left(words & i32(0x7FFF), i32(16)))
+    high = _float(words & i32(0x7FFF0000))
+    packed = e2m1_magnitude(low * factor) + lax.shift_left(e2m1_magnitude(high * factor), i32(4))
+    packed = packed | (_shift_right(words, 12) & i32(8)) | (_shift_right(words, 24) & i32(0x80))
     keep = _across(jnp.where(nan, i32(0), i32(0xFF)), words)
     return (packed & keep).astype(jnp.uint8), jnp.where(nan, i32(0x7F), s_code).astype(jnp.uint8)
