@@ -1,9 +1,10 @@
-"""Swaps the dense Mixture-of-Experts layer of a Flax model for `jmoe.nn.MoE`, in three lines, and shows that nothing changed.
+"""Swaps the dense Mixture-of-Experts layer of a Flax model for `jmoe.nn.MoE`, in three lines, and shows that nothing
+changed.
 
     python examples/custom_layer.py
 
-Runs on eight virtual CPU devices where there is no GPU. First the outputs and gradients of the two are compared, then the
-dispatch is quantised to NVFP4.
+Runs on eight virtual CPU devices where there is no GPU. First the outputs and gradients of the two are compared, then
+the dispatch is quantised to NVFP4.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def main(argv=None) -> dict[str, float]:
     model.moe = MoE.from_params(quantised, model.moe.params, mesh=mesh)
     errors["nvfp4 logits"] = distance(jax.jit(lambda m, i: m(i))(model, ids), before[0])
     print(f"with NVFP4 rows on the wire, SNR of the logits: {-20 * math.log10(errors['nvfp4 logits']):.1f} dB\n")
-    print(model.moe.explain(ids.size))
+    decision = model.moe.layer.decision(ids.size // mesh.size)
+    print(f"travels as {decision.wire}, quantised by {decision.where}. {decision.reason}")
     return errors
 
 

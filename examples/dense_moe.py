@@ -1,9 +1,9 @@
 """A Mixture-of-Experts layer as many Flax models have it: every expert computes every token, and the weights of experts
 that a token did not choose are zero.
 
-The arithmetic is E/K times what is needed, nothing is exchanged, and every chip holds every expert. With a handful of tiny
-experts on one GPU that is nevertheless the fastest way, which is why `train.py --dense-experts` uses it; the arrays have the
-names and shapes of `jmoe.nn.MoE`, so the two take each other's weights.
+The arithmetic is E/K times what is needed, nothing is exchanged, and every chip holds every expert. With a handful of
+tiny experts on one GPU that is nevertheless the fastest way, which is why `train.py --dense-experts` uses it; the
+arrays have the names and shapes of `jmoe.nn.MoE`, so the two take each other's weights.
 
 Letters: T tokens, D hidden, F expert width, E experts, K experts per token.
 """
@@ -26,7 +26,9 @@ def straight_through(x: jax.Array, fmt: str) -> jax.Array:
 
 
 class DenseMoE(nnx.Module):
-    """Attributes: router [E, D], gate_up [E, 2, F, D] (0 gate, 1 up), down [E, D, F]. SiLU-gated experts without biases."""
+    """Attributes: router [E, D], gate_up [E, 2, F, D] (0 gate, 1 up), down [E, D, F]. SiLU-gated experts without
+    biases.
+    """
 
     def __init__(self, config: MoEConfig, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
         d, f, e = config.hidden_size, config.intermediate_size, config.num_experts

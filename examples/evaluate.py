@@ -1,4 +1,4 @@
-"""How good a model's predictions are, how far a quantised dispatch moves them, and how many bytes it puts on the wire."""
+"""How good a model's predictions are, how far a quantised dispatch moves them, and how many rows it sends."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def bits_per_byte(model, inputs: np.ndarray, scored: np.ndarray, *, batch: int =
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """bits_per_byte; snr in dB; other_ranks: to how many ranks but its own a token goes, mean of tokens, by layer [L]."""
+    """bits_per_byte; snr in dB; other_ranks: to how many ranks but its own a token goes on average, by layer [L]."""
 
     bits_per_byte: float
     snr: float
@@ -73,7 +73,8 @@ class Report:
 
 
 def compare(model, reference: list[np.ndarray], inputs, scored, *, batch: int = 32) -> Report:
-    """Scores a model made by `count_ranks` and compares its logits with `reference`, one array for each batch of windows.
+    """Scores a model made by `count_ranks` and compares its logits with `reference`, one array for each batch of
+    windows.
 
     SNR = 10 log10(sum r**2 / sum (y - r)**2) over the logits of scored bytes, each row's mean taken out because softmax
     ignores it. An empty `reference` is filled with this model's logits, and its own SNR is infinite.

@@ -1,10 +1,10 @@
 """Writes text with a Qwen3-MoE model, expert-parallel, with a quantised dispatch, and says what that put on the wire.
 
-    python examples/generate.py                                     # the small model of this repository, 8 virtual devices
-    python examples/generate.py --model Qwen3-30B-A3B --devices 4 --quant mxfp8 --prompt "Give me a short poem."
+    python examples/generate.py                                     # the small model of this repository, 8 virtual
+    devices python examples/generate.py --model Qwen3-30B-A3B --devices 4 --quant mxfp8 --prompt "Give me a short poem."
 
-The small model was trained by train.py on the Python standard library's source and writes something that looks like it. Its
-run ends with a table of what each wire format costs in bytes and in quality, on modules that it was not trained on.
+The small model was trained by train.py on the Python standard library's source and writes something that looks like it.
+Its run ends with a table of what each wire format costs in bytes and in quality, on modules that it was not trained on.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def parse(argv=None) -> argparse.Namespace:
 
 
 def start_jax(devices: int | None) -> None:
-    """Virtual CPU devices must be asked for before JAX starts, and a slow machine needs patience with their collectives."""
+    """Asks for virtual CPU devices, which must happen before JAX starts, and for patience with their collectives."""
     if "jax" not in sys.modules:
-        flags = f"--xla_force_host_platform_device_count={devices or 8} --xla_cpu_collective_call_terminate_timeout_seconds=900"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        flags = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices or 8}"
+        os.environ["XLA_FLAGS"] = flags + " --xla_cpu_collective_call_terminate_timeout_seconds=900"
 
 
 def main(argv=None) -> None:
@@ -64,8 +64,8 @@ def main(argv=None) -> None:
     count = args.devices or jax.device_count()
     if count > jax.device_count():
         raise SystemExit(
-            f"--devices {count} was asked for, and JAX sees {jax.device_count()} ({jax.default_backend()}); ask for at most "
-            "that many, or set JAX_PLATFORMS=cpu for virtual devices."
+            f"--devices {count} was asked for, and JAX sees {jax.device_count()} ({jax.default_backend()}); ask for at "
+            "most that many, or set JAX_PLATFORMS=cpu for virtual devices."
         )
     mesh = jax.make_mesh((count,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
 
@@ -84,7 +84,9 @@ def main(argv=None) -> None:
     prompts = args.prompt or PROMPTS
     ids, valid = qwen3_moe.pad_prompts([tokenizer.encode(p) for p in prompts], pad=tokenizer.pad)
     moe = next(block.mlp for block in qwen3_moe.blocks(model) if isinstance(block.mlp, MoE))
-    console.print(Panel(moe.explain(len(prompts)), title=f"decoding {len(prompts)} prompts with {args.model.name}"))
+    console.print(
+        Panel(reasons(moe.layer, len(prompts)), title=f"decoding {len(prompts)} prompts with {args.model.name}")
+    )
 
     with console.status("compiling the prefill and the decode loop"):
         started = time.perf_counter()
@@ -101,11 +103,29 @@ def main(argv=None) -> None:
         tokens = tokens[: list(tokens).index(tokenizer.end)] if tokenizer.end in tokens else tokens
         console.print(Panel(f"[bold]{escape(prompt)}[/bold]{escape(tokenizer.decode(tokens))}", title_align="left"))
     console.print(
-        f"{len(prompts)} x {steps} tokens in {seconds:.2f} s: [bold]{len(prompts) * steps / seconds:.0f} tokens/s[/bold] on "
-        f"{count} x {jax.devices()[0].device_kind}, after {compiled:.1f} s of compiling"
+        f"{len(prompts)} x {steps} tokens in {seconds:.2f} s: "
+        f"[bold]{len(prompts) * steps / seconds:.0f} tokens/s[/bold] "
+        f"on {count} x {jax.devices()[0].device_kind}, after {compiled:.1f} s of compiling"
     )
     if args.windows and isinstance(tokenizer, text.ByteTokenizer):
         table(console, load, args.windows, model.config.num_layers)
+
+
+def reasons(layer, tokens: int):
+    """What the policy decided for a call with `tokens` tokens; `moe.explain(tokens)` adds all the alternatives."""
+    from rich.table import Table
+
+    tokens = -(-tokens // layer.token_shards)  # on each rank
+    decision, layout = layer.decision(tokens), layer.layout(tokens)
+    grid = Table.grid(padding=(0, 2))
+    c = layer.config
+    grid.add_row("layer", f"{c.num_experts} experts, top {c.num_experts_per_tok}, over {layer.num_ranks} ranks")
+    grid.add_row("backend", f"{decision.backend}, moved by {decision.transport_reason}")
+    grid.add_row("wire", f"{decision.wire}, {layout.row_bytes} bytes a row, quantised by {decision.where}")
+    grid.add_row("because", escape(decision.reason))
+    for note in decision.notes:
+        grid.add_row("note", escape(note))
+    return grid
 
 
 def escape(s: str) -> str:
@@ -115,7 +135,7 @@ def escape(s: str) -> str:
 
 
 def table(console, load, limit: int, layers: int) -> None:
-    """What each wire format costs: bytes for a token, bits per byte of held-out text, and the logits' SNR against BF16."""
+    """What each wire format costs: bytes for a token, bits per byte of held-out text, the logits' SNR against BF16."""
     import evaluate
     import numpy as np
     import qwen3_moe
@@ -140,8 +160,9 @@ def table(console, load, limit: int, layers: int) -> None:
         out.add_row(name, f"{row}", f"{wire:,.0f}", f"{plain / wire:.2f}x less", f"{report.bits_per_byte:.3f}", snr)
     console.print(out)
     console.print(
-        f"gzip -9 needs {text.gzip_bits_per_byte(held_out):.3f} bits per byte. A token visits {report.other_ranks.mean():.2f} "
-        f"other ranks in each of {layers} layers; wire bytes are its rows on the way to them (expert outputs come back unquantised)."
+        f"gzip -9 needs {text.gzip_bits_per_byte(held_out):.3f} bits per byte. A token visits "
+        f"{report.other_ranks.mean():.2f} other ranks in each of {layers} layers; wire bytes are its rows on the way "
+        "to them (expert outputs come back unquantised)."
     )
 
 

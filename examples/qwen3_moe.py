@@ -1,11 +1,12 @@
 """Qwen3-MoE in Flax NNX: the whole model, its KV cache, prefill and a jitted decode loop, in one readable file.
 
-Letters: B sequences, S tokens of one call, N slots of the cache, D hidden, H query heads, G key/value heads, h head size,
-V vocabulary, E experts, F expert width. Follows the Qwen3-MoE of Hugging Face transformers: RMSNorm before attention and
-before the MoE, RMSNorm on each query and key head, rotary embeddings by halves, no bias outside the attention's option.
+Letters: B sequences, S tokens of one call, N slots of the cache, D hidden, H query heads, G key/value heads, h head
+size, V vocabulary, E experts, F expert width. Follows the Qwen3-MoE of Hugging Face transformers: RMSNorm before
+attention and before the MoE, RMSNorm on each query and key head, rotary embeddings by halves, no bias outside the
+attention's option.
 
-Prompts of different lengths are padded on either side; a mask says which tokens are real. Padding is never attended to, and
-the MoE layers do not route it.
+Prompts of different lengths are padded on either side; a mask says which tokens are real. Padding is never attended to,
+and the MoE layers do not route it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import operator
 import pathlib
 from collections.abc import Callable
 
@@ -28,7 +30,7 @@ from jmoe.nn import MoE
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a Qwen3-MoE model. `moe` describes its MoE layers, `dtype` is that of the computation around them."""
+    """The sizes of a Qwen3-MoE model. `moe` describes its MoE layers, `dtype` is the type of all the rest."""
 
     vocab_size: int
     num_layers: int
@@ -51,13 +53,13 @@ class Config:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             raise ValueError(
-                f"config.json asks for {kind!r} rotary embeddings; this example has the default kind only. Use a checkpoint "
-                "without rope scaling, or remove rope_scaling for contexts that the model was trained on."
+                f"config.json asks for {kind!r} rotary embeddings; this example has the default kind only. Use a "
+                "checkpoint without rope scaling, or remove rope_scaling for contexts that the model was trained on."
             )
         if hf.get("use_sliding_window"):
             raise ValueError(
-                "config.json asks for sliding-window attention; this example attends to the whole context. Use a checkpoint "
-                "with use_sliding_window=false, as all published Qwen3-MoE models have it."
+                "config.json asks for sliding-window attention; this example attends to the whole context. Use a "
+                "checkpoint with use_sliding_window=false, as all published Qwen3-MoE models have it."
             )
         layers, step = hf["num_hidden_layers"], hf.get("decoder_sparse_step", 1)
         plain = set(hf.get("mlp_only_layers") or ())
@@ -81,7 +83,9 @@ class Config:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of what was read so far. k, v [layers, B, N, G, h]; valid bool [B, N]; used: slots filled, int32 []."""
+    """Keys and values of what was read so far. k, v [layers, B, N, G, h]; valid bool [B, N]; used: slots filled, int32
+    [].
+    """
 
     k: jax.Array
     v: jax.Array
@@ -118,7 +122,7 @@ class Attention(nnx.Module):
         self.config = c
 
     def __call__(self, x, positions, mask, cached=None, used=None):
-        """x [B, S, D], mask bool [B, S, N]; cached: (k, v) [B, N, G, h] to append to at slot `used` -> output, (k, v)."""
+        """x [B, S, D], mask bool [B, S, N]; cached: (k, v) [B, N, G, h] to write to at slot `used` -> y, (k, v)."""
         c, (batch, length, _) = self.config, x.shape
         q = self.q_norm(self.q_proj(x).reshape(batch, length, c.num_heads, c.head_dim))
         k = self.k_norm(self.k_proj(x).reshape(batch, length, c.num_kv_heads, c.head_dim))
@@ -128,7 +132,7 @@ class Attention(nnx.Module):
             k = jax.lax.dynamic_update_slice_in_dim(cached[0], k, used, axis=1)
             v = jax.lax.dynamic_update_slice_in_dim(cached[1], v, used, axis=1)
         q = q.reshape(batch, length, c.num_kv_heads, -1, c.head_dim)  # queries by the key head that they read
-        # Scores stay in the order in which a batched matmul makes them: putting q before s would copy the largest array.
+        # Scores stay in the order that a batched matmul gives them: putting q before s would copy the largest array.
         scores = jnp.einsum("bsgqh,bngh->bgsqn", q, k, preferred_element_type=jnp.float32) * c.head_dim**-0.5
         scores = jnp.where(mask[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
@@ -164,7 +168,7 @@ class Block(nnx.Module):
 
 
 class Qwen3Moe(nnx.Module):
-    """The decoder. `moe`: what makes the MoE module of a layer from (MoEConfig, rngs=...), `jmoe.nn.MoE` unless told."""
+    """The decoder. `moe`: what makes a layer's MoE module from (MoEConfig, rngs=...), `jmoe.nn.MoE` unless told."""
 
     def __init__(self, config: Config, *, moe: Callable = MoE, param_dtype=jnp.float32, rngs: nnx.Rngs):
         options = dict(dtype=config.dtype, param_dtype=param_dtype, rngs=rngs)
@@ -183,15 +187,17 @@ class Qwen3Moe(nnx.Module):
         self.lm_head = nnx.data(None) if config.tie_embeddings else linear(d, config.vocab_size)
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        """ids [B, S] -> [B, S, D]. Small vocabularies multiply by one-hot rows: the gradient of a lookup adds a batch's rows
-        into a few table rows one after another, which for bytes takes a GPU longer than the rest of the step."""
+        """ids [B, S] -> [B, S, D]. Small vocabularies multiply by one-hot rows: the gradient of a lookup adds a batch's
+        rows into a few table rows one after another, which for bytes takes a GPU longer than the rest of the step.
+        """
         if self.config.vocab_size > 1024:
             return self.embed_tokens(ids)
         table = self.embed_tokens.embedding[...].astype(self.config.dtype)
         return jax.nn.one_hot(ids, self.config.vocab_size, dtype=table.dtype) @ table
 
     def hidden(self, ids: jax.Array, *, valid: jax.Array | None = None, cache: Cache | None = None):
-        """Reads ids [B, S] after what `cache` holds -> (normed hidden states [B, S, D], cache, MoEStats of the MoE layers).
+        """Reads ids [B, S] after what `cache` holds -> (normed hidden states [B, S, D], cache, MoEStats of the MoE
+        layers).
 
         valid: bool [B, S], False for padding on either side. Without a cache the S tokens attend to each other only.
         """
@@ -215,7 +221,7 @@ class Qwen3Moe(nnx.Module):
         else:
             outputs = []
             for i, layer in enumerate(self.layers):
-                x, output = run(x, (layer, jax.tree.map(lambda a: a[i], cached)))  # noqa: B023
+                x, output = run(x, (layer, jax.tree.map(operator.itemgetter(i), cached)))
                 outputs.append(output)
             kvs, stats = zip(*outputs, strict=True)
             kv, stats = (
@@ -245,7 +251,8 @@ def blocks(model: Qwen3Moe) -> list[Block]:
 def stack_layers(model: Qwen3Moe) -> Qwen3Moe:
     """The same model with all layers in one module, run by `lax.scan`: compiles as fast as a single layer.
 
-    The scan copies each layer's weights before it uses them. That is nothing for a small model and too much for a large one.
+    The scan copies each layer's weights before it uses them. That is nothing for a small model and too much for a large
+    one.
     """
     graph, state = nnx.split(model)
     stacked = nnx.merge(graph, state)
@@ -257,7 +264,9 @@ def unstack_layers(model: Qwen3Moe) -> Qwen3Moe:
     """The inverse of `stack_layers`."""
     graph, state = nnx.split(model)
     plain = nnx.merge(graph, state)
-    plain.layers = nnx.List([jax.tree.map(lambda a: a[i], model.layers) for i in range(model.config.num_layers)])  # noqa: B023
+    plain.layers = nnx.List(
+        [jax.tree.map(operator.itemgetter(i), model.layers) for i in range(model.config.num_layers)]
+    )
     return plain
 
 
@@ -276,7 +285,8 @@ def decode(
     """Writes up to `steps` tokens [B, steps] in one compiled loop, which stops early once every sequence wrote `end`.
 
     temperature 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature) with `key`.
-    end: a token's id, -1 for none; places after a sequence's `end` hold it too. Also returns how many steps ran, int32 [].
+    end: a token's id, -1 for none; places after a sequence's `end` hold it too. Also returns how many steps ran, int32
+    [].
     """
     end, temperature = jnp.asarray(end, jnp.int32), jnp.asarray(temperature, jnp.float32)
 
@@ -328,7 +338,7 @@ def _names(model: Qwen3Moe):
 
 
 def load(
-    folder, *, mesh=None, backend: str = "auto", quant: QuantConfig = QuantConfig(), dtype: str = "bfloat16"
+    folder, *, mesh=None, backend: str = "auto", quant: QuantConfig | None = None, dtype: str = "bfloat16"
 ) -> Qwen3Moe:
     """The model in a Hugging Face Qwen3-MoE folder, its experts spread over the axis "ep" of `mesh` (None: one device).
 
@@ -336,7 +346,7 @@ def load(
     """
     sharding = None if mesh is None else jax.NamedSharding(mesh, jax.P("ep"))
     with Checkpoint(folder) as checkpoint:
-        config = Config.from_hf(checkpoint.config, dtype=dtype, quant=quant)
+        config = Config.from_hf(checkpoint.config, dtype=dtype, quant=quant or QuantConfig())
         # No weight is initialised: the modules are made of shapes alone, and then given the checkpoint's arrays.
         model = nnx.eval_shape(lambda: Qwen3Moe(config, moe=lambda *_, **__: nnx.data(None), rngs=nnx.Rngs(0)))
         rest = read_rest(checkpoint, dtype=dtype, sharding=sharding)

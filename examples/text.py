@@ -50,8 +50,8 @@ class FileTokenizer:
             import tokenizers
         except ImportError as e:
             raise ImportError(
-                f"{folder / 'tokenizer.json'} has a vocabulary of its own, which needs the `tokenizers` package; byte-level "
-                "models do without. Install it with `pip install tokenizers`."
+                f"{folder / 'tokenizer.json'} has a vocabulary of its own, which needs the `tokenizers` package; "
+                "byte-level models do without. Install it with `pip install tokenizers`."
             ) from e
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         end = config.get("eos_token_id")
@@ -73,8 +73,8 @@ def load_tokenizer(folder) -> ByteTokenizer | FileTokenizer:
         return FileTokenizer(folder, config)
     if config["vocab_size"] > 512:
         raise ValueError(
-            f"{folder} has a vocabulary of {config['vocab_size']} tokens and no tokenizer.json; only byte vocabularies (at "
-            "most 512 tokens) work without one. Put the model's tokenizer.json into the folder."
+            f"{folder} has a vocabulary of {config['vocab_size']} tokens and no tokenizer.json; only byte "
+            "vocabularies (at most 512 tokens) work without one. Put the model's tokenizer.json into the folder."
         )
     return ByteTokenizer()
 
@@ -93,14 +93,15 @@ def held_out_text(library=None) -> np.ndarray:
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise FileNotFoundError(
-            f"Asked for the standard library's source as text, but {root} lacks {', '.join(missing)}. Any Python with its "
-            "source files will do (not a zipped or compiled-only one): install this interpreter's full standard library."
+            f"Asked for the standard library's source as text, but {root} lacks {', '.join(missing)}. Any Python with "
+            "its source files will do (not a zipped or compiled-only one): install this interpreter's full standard "
+            "library."
         )
     return np.concatenate([_tokens(path) for path in paths])
 
 
 def training_text(library=None) -> np.ndarray:
-    """Token ids (int32 [N]) of every other file of the standard library, in the order of their paths, END before each."""
+    """Token ids (int32 [N]) of all other files of the standard library, in order of their paths, END before each."""
     root = pathlib.Path(library or sysconfig.get_paths()["stdlib"])
     documents = []
     for path in sorted(root.rglob("*.py")):

@@ -3,12 +3,13 @@
     python examples/train.py --out my_model --steps 300 --batch 8            # laptop: eight virtual devices
     python examples/train.py --out my_model --steps 8000 --dense-experts     # one GPU: how examples/tiny_model was made
 
-Every step sends its tokens to the experts' ranks in the format of --quant; the gradient passes straight through the rounding.
-The folder at --out becomes a Hugging Face Qwen3-MoE checkpoint (config.json, model.safetensors) with the loss history and its
-plot beside it, and `generate.py --model` takes it.
+Every step sends its tokens to the experts' ranks in the format of --quant; the gradient passes straight through the
+rounding. The folder at --out becomes a Hugging Face Qwen3-MoE checkpoint (config.json, model.safetensors) with the loss
+history and its plot beside it, and `generate.py --model` takes it.
 
---dense-experts computes every expert for every token on one device (examples/dense_moe.py) and rounds the experts' input to the
-same format. With 16 experts of width 64 that is a single large matmul, which one GPU does faster than it can sort.
+--dense-experts computes every expert for every token on one device (examples/dense_moe.py) and rounds the experts'
+input to the same format. With 16 experts of width 64 that is a single large matmul, which one GPU does faster than it
+can sort.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def main(argv=None) -> dict:
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def place(path, array):
-        """Expert weights [layers, E, ...] are spread over the ranks, everything else (and its moments) is on all of them."""
+        """Expert weights [layers, E, ...] are spread over the ranks, everything else (and its moments) is on all of
+        them.
+        """
         names = jax.tree_util.keystr(path)
         expert = devices > 1 and ("gate_up" in names or "down" in names)
         return jax.device_put(array, jax.NamedSharding(mesh, jax.P(None, "ep") if expert else jax.P()))

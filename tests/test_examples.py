@@ -1,6 +1,5 @@
 """The example programs: the model against golden logits, generation, evaluation, and the programs themselves."""
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -23,7 +22,6 @@ import text  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from jmoe.config import QuantConfig  # noqa: E402
-from jmoe.nn import MoE  # noqa: E402
 
 
 def make_mesh(ranks):
@@ -107,23 +105,25 @@ def test_configurations_that_the_model_does_not_have_are_refused():
         qwen3_moe.Config.from_hf(hf | {"use_sliding_window": True})
 
 
-def test_plain_layers_and_tied_or_untied_heads_survive_saving_and_loading(tmp_path):
-    hf = qwen3_moe.Checkpoint(GOLDEN).config | {"mlp_only_layers": [0], "dtype": "float32"}
-    ids, _ = golden()
-    for tied, bias in ((True, False), (False, True)):
-        hf |= {"tie_word_embeddings": tied, "attention_bias": bias}
-        config = qwen3_moe.Config.from_hf(hf, dtype="float32")
-        assert config.dense_layers == (0,) and config.tie_embeddings == tied
-        model = qwen3_moe.Qwen3Moe(config, rngs=nnx.Rngs(0))
-        folder = tmp_path / str(tied)
-        folder.mkdir()
-        qwen3_moe.save(model, hf, folder, dtype=jnp.float32)
-        loaded = qwen3_moe.load(folder, dtype="float32")
-        for (path, a), (_, b) in zip(
-            nnx.to_flat_state(nnx.state(model)), nnx.to_flat_state(nnx.state(loaded)), strict=True
-        ):
-            np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
-    assert np.isfinite(np.asarray(jax.jit(lambda m, i: m(i))(loaded, ids[:, :4]))).all()
+def test_saving_gives_the_file_that_was_loaded(tmp_path):
+    original = qwen3_moe.Checkpoint(GOLDEN)
+    qwen3_moe.save(one_rank(), original.config, tmp_path)
+    saved = qwen3_moe.Checkpoint(tmp_path)
+    assert saved.config == original.config and saved.tensors.keys() == original.tensors.keys()
+    for key in original.tensors:
+        np.testing.assert_array_equal(saved.read(key), original.read(key), err_msg=key)
+
+
+def test_layers_without_experts_and_attention_biases_survive_saving_and_loading(tmp_path):
+    hf = qwen3_moe.Checkpoint(GOLDEN).config | {"mlp_only_layers": [0], "attention_bias": True, "dtype": "float32"}
+    config = qwen3_moe.Config.from_hf(hf, dtype="float32")
+    assert config.dense_layers == (0,) and config.attention_bias and not config.tie_embeddings
+    model = qwen3_moe.Qwen3Moe(config, rngs=nnx.Rngs(0))
+    qwen3_moe.save(model, hf, tmp_path, dtype=jnp.float32)
+    loaded = qwen3_moe.load(tmp_path, dtype="float32")
+    for (path, a), (_, b) in zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, loaded)), strict=True):
+        np.testing.assert_array_equal(a[...], b[...], err_msg=str(path))
+    assert np.isfinite(np.asarray(jax.jit(lambda m, i: m(i))(loaded, golden()[0][:, :4]))).all()
 
 
 # --- text and evaluation
@@ -195,7 +195,7 @@ def test_outputs_and_gradients_over_eight_ranks_equal_a_dense_layers_and_nvfp4_c
     errors = custom_layer.main([])
     assert max(errors[name] for name in ("logits", "d down", "d router")) < 1e-5
     assert 0.02 < errors["nvfp4 logits"] < 0.2  # 14 to 34 dB
-    assert "nvfp4_token: 80 bytes a row" in capsys.readouterr().out
+    assert "travels as nvfp4_token, quantised by sender" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -209,16 +209,12 @@ def trained(tmp_path_factory):
         return out, train.main(["--out", str(out), *sizes.split(), *steps.split()])
 
 
-def test_training_learns_and_leaves_a_model_that_loads(trained):
+def test_training_over_eight_ranks_with_an_nvfp4_dispatch_learns(trained):
     folder, result = trained
     losses = [h["train"] for h in result["history"]]
     assert losses[0] > 7.5 and np.mean(losses[-3:]) < 5.2  # 8 bits are a guess; byte frequencies alone give about 5
     assert result["history"][-1]["held_out"] < 5.5
     assert (folder / "loss.png").stat().st_size > 10_000
-    inputs, scored = text.windows(text.held_out_text(), 32, limit=8)
-    model = qwen3_moe.load(folder, quant=QuantConfig(activations="nvfp4_token"), dtype="float32")
-    bits = evaluate.bits_per_byte(model, inputs, scored, batch=8)
-    assert bits == pytest.approx(result["held_out_bits_per_byte"], rel=0.01)  # saved in bfloat16
 
 
 def test_generate_writes_text_and_says_what_it_cost(trained):
@@ -227,7 +223,7 @@ def test_generate_writes_text_and_says_what_it_cost(trained):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for expected in ("def f", "2 x 5 tokens in", "tokens/s", "on 2 x cpu", "nvfp4_token: ", "because"):
+    for expected in ("def f", "2 x 5 tokens in", "tokens/s", "on 2 x cpu", "nvfp4_token, 80 bytes a row", "because"):
         assert expected in done.stdout
 
 
