@@ -7,12 +7,16 @@ certain N or K. The first rule that fits decides; nothing is measured here or at
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+#: A user's own rules, read once when the first configuration is chosen.
+USER_FILE = Path("~/.config/jmoe/grouped_matmul_sm90.json").expanduser()
 _SHIPPED = Path(__file__).with_name("tuning_sm90.json")
 _FIELDS = {"kernel", "weights", "max_rows", "n", "k", "config"}
 
@@ -29,9 +33,30 @@ def read_rules(path: str | Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(rules)
 
 
+def write_rules(path: str | Path, rules: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a tuning file, and has it read again by the next choice."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({"rules": list(rules)}, indent=1) + "\n")
+    _rules.cache_clear()
+
+
 @functools.cache
-def _shipped() -> tuple[Mapping[str, Any], ...]:
-    return read_rules(_SHIPPED)
+def _rules() -> tuple[Mapping[str, Any], ...]:
+    mine = read_rules(USER_FILE) if USER_FILE.is_file() else ()
+    return (*mine, *read_rules(_SHIPPED))
+
+
+_forced: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("forced", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def override(configs: Mapping[str, Mapping[str, Any]]):
+    """Within it, the kernels named take these configurations whatever the rules say; for tuning and tests."""
+    token = _forced.set(configs)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
 
 
 def rows_per_group(num_rows: int, num_groups: int) -> int:
@@ -46,7 +71,9 @@ def lookup(
 
     weights: dtype or format name. rows: from `rows_per_group`. extra: rules that come before those that ship.
     """
-    for rule in (*extra, *_shipped()):
+    if kernel in _forced.get():
+        return dict(_forced.get()[kernel])
+    for rule in (*extra, *_rules()):
         if rule["kernel"] != kernel or rule.get("weights", weights) != weights:
             continue
         if rows <= rule.get("max_rows", rows) and rule.get("n", n) == n and rule.get("k", k) == k:

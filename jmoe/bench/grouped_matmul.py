@@ -1,0 +1,236 @@
+"""`jmoe bench grouped-matmul`: grouped matmul against the roofline, stock JAX and CUTLASS.
+
+T rows, K contraction, N columns, E groups. With many rows per group the figure is TFLOP/s; with few it is GB/s of the
+bytes of the weights that were touched, as a share of the copy bandwidth measured in the same run. The whole operation
+is timed, the schedule of tiles included. torch's CUTLASS kernel is a peer where torch is installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.grouped_matmul import grouped_matmul, tuning
+from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
+
+from .common import NoProgress, Progress, Record, copy_bandwidth, relative_error, time_chain
+
+CANDIDATES = {
+    "prefill": [{}, {"cluster": 2}, {"band": 4}, {"tail": False}, {"split": "n"}, {"block_n": 192}],
+    "decode": [
+        {"block_t": t, "consumers": c, "chunks": k, "stages": s, "per_sm": p}
+        for t in (8, 16, 32, 64)
+        for c, k, s, p in ((1, 2, 5, 2), (1, 4, 2, 3), (2, 2, 5, 1), (2, 4, 2, 1), (2, 2, 2, 2), (2, 4, 3, 1))
+    ],
+}
+DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
+DECODE_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """active: groups that have rows, None for all. sizes: how the rows spread over them."""
+
+    rows: int
+    k: int
+    n: int
+    groups: int
+    active: int | None = None
+    sizes: str = "equal"
+
+    @property
+    def case(self) -> str:
+        spread = "" if self.sizes == "equal" else f" {self.sizes}"
+        active = "" if self.active is None else f" ({self.active} active)"
+        return f"T={self.rows} K={self.k} N={self.n} E={self.groups}{active}{spread}"
+
+    @property
+    def decode(self) -> bool:
+        return self.rows <= DECODE_ROWS * (self.active or self.groups)
+
+    def group_sizes(self, rng: np.random.Generator) -> np.ndarray:
+        """int32 [E], with the same sum for every draw."""
+        active = rng.permutation(self.groups)[: self.active or self.groups]
+        sizes = np.zeros(self.groups, np.int32)
+        if self.sizes == "zipf":
+            p = 1.0 / np.arange(1, len(active) + 1)
+            sizes[active] = rng.multinomial(self.rows, p / p.sum())
+        elif self.sizes == "half in one":
+            sizes[active] = self.rows // 2 // max(len(active) - 1, 1)
+            sizes[active[0]] += self.rows - sizes.sum()
+        else:
+            sizes[active] = self.rows // len(active)
+            sizes[active[: self.rows - sizes.sum()]] += 1
+        return sizes
+
+
+SHAPES = (
+    Shape(8192, 4096, 3072, 32),
+    Shape(32768, 4096, 3072, 32),
+    Shape(32768, 2048, 1536, 128),
+    Shape(8192, 4096, 3072, 32, sizes="zipf"),
+    Shape(8192, 4096, 3072, 32, sizes="half in one"),
+    Shape(32768, 2048, 1536, 128, active=28),
+    Shape(256, 4096, 3072, 32),
+    Shape(64, 7168, 4096, 32),
+    Shape(8, 2048, 1536, 128, active=8),
+)
+SMOKE_SHAPES = (Shape(96, 128, 128, 4), Shape(8, 128, 128, 4, active=2), Shape(96, 128, 128, 4, sizes="zipf"))
+FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "fp8_128x128")
+SMOKE_FORMATS = ("bf16", "fp8", "nvfp4")
+
+
+def operands(key: jax.Array, shape: Shape, fmt: str):
+    """x [T, K] and w [E, N, K]: "bf16"; "fp8": both in blocks of 128; else BF16 rows and weights of that format."""
+    x = jax.random.normal(key, (shape.rows, shape.k), jnp.bfloat16)
+    w = jax.random.normal(jax.random.fold_in(key, 1), (shape.groups, shape.n, shape.k), jnp.bfloat16)
+    w = w * jnp.bfloat16(0.02)
+    if fmt == "bf16":
+        return x, w
+    if fmt == "fp8":
+        return quantize(x, "fp8_128"), quantize_weights(w, "fp8_128x128")
+    return x, quantize_weights(w, fmt)
+
+
+def weight_bytes(w: jax.Array | QTensor, touched: int) -> float:
+    """Bytes of the weights of `touched` groups, scales included."""
+    return w.nbytes * touched / w.shape[0]
+
+
+@functools.partial(jax.jit, static_argnames="out_dtype")
+def _matmul(x, w, sizes, *, out_dtype=jnp.bfloat16):
+    return grouped_matmul(x, w, sizes, out_dtype=out_dtype)
+
+
+def _error(x, w, sizes: np.ndarray, groups: int = 3) -> float:
+    """Relative error against the float32 product of the dequantised operands, in the first occupied groups."""
+    y = _matmul(x, w, jnp.asarray(sizes))
+    x = dequantize(x, jnp.float32) if isinstance(x, QTensor) else x.astype(jnp.float32)
+    ends = np.cumsum(sizes)
+    actual, exact = [], []
+    for g in np.flatnonzero(sizes)[:groups]:
+        rows = slice(int(ends[g] - sizes[g]), int(ends[g]))
+        one = jax.tree.map(lambda a, g=g: a[g : g + 1] if a.ndim and a.shape[0] == len(sizes) else a, w)
+        one = dequantize(one, jnp.float32) if isinstance(one, QTensor) else one.astype(jnp.float32)
+        exact.append(np.asarray(jnp.matmul(x[rows], one[0].T, precision=lax.Precision.HIGHEST)))
+        actual.append(np.asarray(y[rows].astype(jnp.float32)))
+    return relative_error(np.concatenate(actual), np.concatenate(exact))
+
+
+def _torch_seconds(shapes) -> dict[Shape, float]:
+    """torch._grouped_mm on the equal shapes, in a process of its own; {} without torch or a GPU."""
+    if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
+        return {}
+    wanted = [s for s in shapes if s.sizes == "equal" and s.active is None]
+    argument = json.dumps([[s.rows, s.k, s.n, s.groups] for s in wanted])
+    done = subprocess.run([sys.executable, "-c", _TORCH, argument], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        return {}
+    return dict(zip(wanted, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+_TORCH = """
+import json, sys, torch
+out = []
+for t, k, n, e in json.loads(sys.argv[1]):
+    x = torch.randn(t, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(e, n, k, device="cuda", dtype=torch.bfloat16)
+    ends = torch.arange(1, e + 1, device="cuda", dtype=torch.int32) * (t // e)
+    call = lambda: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+    times = []
+    for _ in range(6):
+        a, b = torch.cuda.Event(True), torch.cuda.Event(True)
+        a.record(); [call() for _ in range(20)]; b.record(); torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) / 20e3)
+    out.append(sorted(times[1:])[2])
+print(json.dumps(out))
+"""
+
+
+def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
+    """Every shape in every format; formats with FP8 activations only where rows are many."""
+    progress = progress or NoProgress()
+    shapes, formats = (SMOKE_SHAPES, SMOKE_FORMATS) if smoke else (SHAPES, FORMATS)
+    cases = [(s, f) for s in shapes for f in formats if not (f == "fp8" and s.decode)]
+    progress.start(len(cases))
+    peers = {} if smoke else _torch_seconds(shapes)
+    copy = copy_bandwidth()
+    records = []
+    for i, (shape, fmt) in enumerate(cases):
+        progress.step(f"{fmt} {shape.case}")
+        records.append(_measure(shape, fmt, jax.random.key(i), copy, peers.get(shape), smoke))
+    return records
+
+
+def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds: float | None, smoke: bool) -> Record:
+    rng = np.random.default_rng(0)
+    draws = 1 if smoke else 2 if shape.active is None else 16
+    x, w = operands(key, shape, fmt)
+    sizes = [shape.group_sizes(rng) for _ in range(draws)]
+    # Different groups are active in each call of the chain, so that small shapes do not run from the L2 cache.
+    inputs = [(jnp.asarray(s), x, w) for s in sizes]
+    timing = time_chain(lambda s, x, w: _matmul(x, w, s), inputs, calls=2 if smoke else None, repeats=1 if smoke else 5)
+    flops = 2.0 * shape.rows * shape.k * shape.n
+    touched = float(np.mean([(s > 0).sum() for s in sizes]))
+    amount, unit = (weight_bytes(w, touched) / 1e9, "GB/s") if shape.decode else (flops / 1e12, "TFLOP/s")
+    if shape.decode:
+        ceiling, ceiling_name = copy, "copy"
+    else:
+        ceiling, ceiling_name = DENSE_TFLOPS["fp8" if fmt == "fp8" else "bf16"], "datasheet"
+    compared = torch_seconds is not None and fmt == "bf16"
+    return Record(
+        name=fmt,
+        case=shape.case,
+        value=amount / timing.median,
+        unit=unit,
+        seconds=timing.median,
+        ceiling=ceiling,
+        ceiling_name=ceiling_name,
+        peer=amount / torch_seconds if compared else None,
+        peer_name="torch._grouped_mm" if compared else "",
+        error=_error(x, w, sizes[0]),
+        error_name="relative to float32",
+        meaningful=not smoke and jax.default_backend() == "gpu",
+        parameters={**dataclasses.asdict(shape), "format": fmt},
+    )
+
+
+def tune(progress: Progress | None = None) -> list[Record]:
+    """Times the candidates of every shape and weight format, and writes the fastest as rules to `tuning.USER_FILE`."""
+    progress = progress or NoProgress()
+    formats = [f for f in FORMATS if f != "fp8"]
+    cases = [(s, f) for s in SHAPES if s.sizes == "equal" for f in formats if s.decode or f == "bf16"]
+    progress.start(len(cases))
+    records, rules = [], []
+    for i, (shape, fmt) in enumerate(cases):
+        progress.step(f"{fmt} {shape.case}")
+        kernel = "decode" if shape.decode else "prefill"
+        rows = tuning.rows_per_group(shape.rows, shape.groups)
+        timed = []
+        for candidate in CANDIDATES[kernel]:
+            with tuning.override({kernel: candidate}):
+                _matmul.clear_cache()
+                try:
+                    record = _measure(shape, fmt, jax.random.key(i), 1.0, None, False)
+                except ValueError:  # does not fit into shared memory, or not this shape
+                    continue
+            if record.error is not None and record.error < 4e-3:
+                timed.append((record.seconds, candidate, record))
+        if timed:
+            _, candidate, record = min(timed, key=lambda t: t[0])
+            weights = {"bf16": "bfloat16"}.get(fmt, fmt)
+            rule = dict(kernel=kernel, weights=weights, max_rows=rows, n=shape.n, k=shape.k, config=candidate)
+            rules.append(rule)
+            records.append(dataclasses.replace(record, name=f"{fmt} {candidate}", ceiling=None, ceiling_name=""))
+    _matmul.clear_cache()
+    tuning.write_rules(tuning.USER_FILE, rules)
+    return records
