@@ -51,7 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    _add_quantize(commands)
     return parser
+
+
+def _add_quantize(commands) -> None:
+    from .checkpoint.cli import add_subparser
+
+    add_subparser(commands)
 
 
 # --- explain

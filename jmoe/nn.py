@@ -29,8 +29,13 @@ class CorrectionBias(nnx.Variable):
     """The router's selection bias (DeepSeek "noaux_tc"): updated from load statistics, never by gradients."""
 
 
+class StaticScale(nnx.Variable):
+    """A calibrated decode scale of quantised activations: part of the checkpoint, never trained."""
+
+
 _PARTS = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
 _EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")
+_SCALES = ("input_scale", "intermediate_scale")
 
 
 class MoE(nnx.Module):
@@ -49,7 +54,8 @@ class MoE(nnx.Module):
 
     Attributes: router [E, D], gate_up [P, 2, F, D] (index 0 gate, 1 up), down [P, D, F]; where the configuration has
     them router_bias [E], correction_bias [E], gate_up_bias [P, 2, F], down_bias [P, D], shared_gate_up [2, Fs, D],
-    shared_down [D, Fs], shared_gate [D]; absent ones are None.
+    shared_down [D, Fs], shared_gate [D]; with static activation scales input_scale and intermediate_scale, [] or [P].
+    Absent ones are None.
     """
 
     def __init__(
@@ -86,6 +92,9 @@ class MoE(nnx.Module):
             self._set_part(name, getattr(params.experts, name), sharded=True)
         bias = params.correction_bias
         self.correction_bias = nnx.data(None) if bias is None else CorrectionBias(bias)
+        for name in _SCALES:
+            scale = getattr(params.experts, name)
+            setattr(self, name, nnx.data(None) if scale is None else StaticScale(scale))
 
     def _set_part(self, name: str, value, *, sharded: bool) -> None:
         if value is None:
@@ -119,7 +128,7 @@ class MoE(nnx.Module):
             return None if variable is None else variable.get_value()
 
         return MoEParams(
-            experts=ExpertWeights(**{name: value(name) for name in _EXPERTS}),
+            experts=ExpertWeights(**{name: value(name) for name in (*_EXPERTS, *_SCALES)}),
             correction_bias=value("correction_bias"),
             **{name: value(name) for name in _PARTS},
         )
