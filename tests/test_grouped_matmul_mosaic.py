@@ -93,7 +93,8 @@ def test_group_bounds_are_cut_at_the_last_row():
 
 def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path):
     assert tuning.lookup("decode", weights="nvfp4", rows=4, n=3072, k=4096)["block_t"] == 8
-    assert tuning.lookup("decode", weights="bfloat16", rows=30, n=3072, k=4096)["block_t"] == 32
+    assert tuning.lookup("decode", weights="bfloat16", rows=20, n=3072, k=4096)["block_t"] == 32
+    assert tuning.lookup("decode", weights="nvfp4", rows=1000, n=3072, k=4096)["block_t"] == 128
     path = tmp_path / "mine.json"
     path.write_text('{"rules": [{"kernel": "decode", "n": 3072, "config": {"block_t": 24}}]}')
     mine = tuning.read_rules(path)

@@ -62,8 +62,8 @@ class DecodeConfig:
     def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
         tokens = 2 * packed.per_byte if packed else 1
-        scales = packed.scales if packed else 0
-        stage = self.chunks * (self.block_n * (SWIZZLE + scales) + self.block_t * SWIZZLE * tokens)
+        scales = max(16, self.chunks * packed.scales) if packed and packed.scales else 0
+        stage = self.chunks * (self.block_n + self.block_t * tokens) * SWIZZLE + self.block_n * scales
         return self.stages * stage + self.block_n * self.box * itemsize
 
 
