@@ -10,13 +10,18 @@ Its run ends with a table of what each wire format costs in bytes and in quality
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
 import sys
 import time
 
 TINY_MODEL = pathlib.Path(__file__).parent / "tiny_model"
-PROMPTS = ['def read_config(path, encoding="utf-8"):\n    """', "class Stack:\n", "import os\nimport sys\n\ndef main("]
+PROMPTS = [
+    "class Queue:\n    def __init__(self",
+    "def main():\n    parser = argparse.ArgumentParser(",
+    'def read_file(path):\n    """Return the',
+]
 WIRES = {"BF16": None, "MXFP8": "mxfp8", "NVFP4 per token": "nvfp4_token", "NVFP4 4-over-6": "nvfp4_token_4o6"}
 
 
@@ -32,7 +37,7 @@ def parse(argv=None) -> argparse.Namespace:
         "--quant", default="nvfp4_token", help="what the experts take and tokens travel as: none, mxfp8, ..."
     )
     p.add_argument("--max-tokens", type=int, default=160, help="tokens to write for each prompt")
-    p.add_argument("--temperature", type=float, default=0.5, help="0 takes the likeliest token")
+    p.add_argument("--temperature", type=float, default=0.6, help="0 takes the likeliest token")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--dtype", help="of the computation: float32 on a CPU, which has no bfloat16 matmul, else bfloat16")
     p.add_argument(
@@ -83,6 +88,13 @@ def main(argv=None) -> None:
     model, tokenizer = load(args.quant), text.load_tokenizer(args.model)
     prompts = args.prompt or PROMPTS
     ids, valid = qwen3_moe.pad_prompts([tokenizer.encode(p) for p in prompts], pad=tokenizer.pad)
+    size = ids.shape[1] + args.max_tokens
+    longest = json.loads((args.model / "config.json").read_text()).get("max_position_embeddings", size)
+    if size > longest:
+        raise SystemExit(
+            f"A prompt of {ids.shape[1]} tokens and --max-tokens {args.max_tokens} make {size}; the model was trained "
+            f"on contexts of {longest}. Shorten the prompt, or ask for at most {longest - ids.shape[1]} tokens."
+        )
     moe = next(block.mlp for block in qwen3_moe.blocks(model) if isinstance(block.mlp, MoE))
     console.print(
         Panel(reasons(moe.layer, len(prompts)), title=f"decoding {len(prompts)} prompts with {args.model.name}")
@@ -90,7 +102,6 @@ def main(argv=None) -> None:
 
     with console.status("compiling the prefill and the decode loop"):
         started = time.perf_counter()
-        size = ids.shape[1] + args.max_tokens
         read = qwen3_moe.prefill.lower(model, ids, valid, size=size).compile()
         logits, cache = read(model, ids, valid)
         inputs = (model, logits, cache, jax.random.key(args.seed), args.temperature, tokenizer.end)
@@ -146,7 +157,7 @@ def table(console, load, limit: int, layers: int) -> None:
     inputs, scored = text.windows(held_out, 512, limit=limit)
     out = Table(title=f"What the dispatch costs, on {scored.sum():,} bytes of modules that the model has not seen")
     out.add_column("wire format")
-    for name in ("bytes a row", "wire bytes per token", "vs BF16", "bits per byte", "SNR of the logits"):
+    for name in ("bytes a row", "wire bytes per token", "BF16 : this", "bits per byte", "SNR of the logits"):
         out.add_column(name, justify="right")
     reference, plain = [], None
     for name, fmt in WIRES.items():
@@ -157,12 +168,12 @@ def table(console, load, limit: int, layers: int) -> None:
         wire = row * report.other_ranks.sum()
         plain = plain or wire
         snr = "" if np.isinf(report.snr) else f"{report.snr:.1f} dB"
-        out.add_row(name, f"{row}", f"{wire:,.0f}", f"{plain / wire:.2f}x less", f"{report.bits_per_byte:.3f}", snr)
+        out.add_row(name, f"{row}", f"{wire:,.0f}", f"{plain / wire:.2f}", f"{report.bits_per_byte:.3f}", snr)
     console.print(out)
     console.print(
-        f"gzip -9 needs {text.gzip_bits_per_byte(held_out):.3f} bits per byte. A token visits "
-        f"{report.other_ranks.mean():.2f} other ranks in each of {layers} layers; wire bytes are its rows on the way "
-        "to them (expert outputs come back unquantised)."
+        f"gzip -9 over all {len(held_out):,} bytes of them: {text.gzip_bits_per_byte(held_out):.3f} bits per byte. "
+        f"A token visits {report.other_ranks.mean():.2f} other ranks in each of {layers} layers; wire bytes are its "
+        "rows on the way to them (expert outputs come back unquantised)."
     )
 
 

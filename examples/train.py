@@ -193,7 +193,7 @@ def plot(result: dict, path: pathlib.Path) -> None:
     ax.annotate(
         f"{seen[-1][1]:.2f}", seen[-1], textcoords="offset points", xytext=(-4, 10), ha="right", color="#1f4e79"
     )
-    ax.set(xlabel="million bytes read", ylabel="bits per byte", ylim=(0.8, 5), xlim=(0, None))
+    ax.set(xlabel="million bytes read", ylabel="bits per byte", ylim=(0.5, 4), xlim=(0, None))
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
     for side in ("top", "right"):
