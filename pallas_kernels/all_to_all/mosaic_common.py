@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SHARED_MEMORY = 200 * 1024  # bytes of a block's shared memory given to rings of rows (Hopper has 227 KiB)
+LINE = 128  # bytes
 int32 = np.int32  # numpy scalars become literals; jnp ones would be captured as operands of the kernel
 
 
@@ -36,7 +37,7 @@ class Schedule:
 
     blocks: int = 132
     stages: int = 8
-    in_flight: int = 2
+    in_flight: int = 4
     local_blocks: int = 0
     wait_limit: int | None = None
 
@@ -66,6 +67,16 @@ def row_bytes(rows: jax.Array) -> int:
             "Pad the rows (jmoe.payload does), or use implementation='xla'."
         )
     return nbytes
+
+
+def stride_of(width: int, itemsize: int) -> int:
+    """Elements from one received row to the next: rows start at multiples of 128 bytes.
+
+    The link and the L2 cache move whole lines. Measured on two H200s, rows of 14336 bytes, which start on lines anyway,
+    travel at 362 GB/s; rows of 7456 bytes laid end to end at 336, of 4112 bytes at 278.
+    """
+    unit = LINE // itemsize
+    return -(-width // unit) * unit
 
 
 def peer_of(me, step: int, num_ranks: int):

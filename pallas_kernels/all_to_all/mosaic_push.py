@@ -26,6 +26,7 @@ from .mosaic_common import (
     send_counts,
     stages_for,
     standard_places,
+    stride_of,
 )
 
 
@@ -134,7 +135,9 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
                     @pl.when(place >= 0)
                     def _(peer=peer, place=place):
                         target = plgpu.remote_ref(out_ref, {axis_name: peer})
-                        plgpu.copy_smem_to_gmem(ring.at[stage], target.at[pl.ds(place, 1)], commit_group=False)
+                        plgpu.copy_smem_to_gmem(
+                            ring.at[stage], target.at[pl.ds(place, 1), pl.ds(0, width)], commit_group=False
+                        )
 
                 plgpu.commit_smem_to_gmem_group()
 
@@ -150,10 +153,10 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
             plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
             completion(axis_name, num_ranks, schedule)
 
-    return plgpu.kernel(
+    out, out_counts = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((total, width), rows.dtype),
+            jax.ShapeDtypeStruct((total, stride_of(width, rows.dtype.itemsize)), rows.dtype),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
@@ -163,3 +166,4 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
         ],
         **kernel_params(schedule, "push_rows"),
     )(rows, counts, *tables)
+    return out[:, :width], out_counts  # a slice that fuses into whatever reads the rows

@@ -33,6 +33,7 @@ from .mosaic_common import (
     kernel_params,
     send_counts,
     standard_places,
+    stride_of,
 )
 
 LANES = 128  # threads of a warpgroup; each quantises one block at a time
@@ -232,7 +233,9 @@ def push_quantized(
                     @pl.when(place >= 0)
                     def _(peer=peer, place=place):
                         target = plgpu.remote_ref(out_ref, {axis_name: peer})
-                        plgpu.copy_smem_to_gmem(packed.at[stage], target.at[pl.ds(place, 1)], commit_group=False)
+                        plgpu.copy_smem_to_gmem(
+                            packed.at[stage], target.at[pl.ds(place, 1), pl.ds(0, row)], commit_group=False
+                        )
 
                 plgpu.commit_smem_to_gmem_group()
 
@@ -255,7 +258,7 @@ def push_quantized(
     out, out_counts = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, row), jnp.uint8),
+            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, stride_of(row, 1)), jnp.uint8),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
@@ -269,6 +272,7 @@ def push_quantized(
         ],
         **kernel_params(schedule, f"push_{fmt.name}", warpgroups=1 + warpgroups),
     )(x.reshape(tokens, blocks_per_row, fmt.block), tail, counts, *tables)
+    out = out[:, :row]  # fuses into whatever reads the rows
     if target is None:
         return out.reshape(num_ranks, capacity, row), out_counts
     return out.reshape(num_local, num_ranks * capacity, row), out_counts.reshape(num_ranks, num_local).T
