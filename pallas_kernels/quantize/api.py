@@ -269,7 +269,10 @@ def _pick(implementation, why: str | None, kernel, plain, args):
 
     @batchable.def_vmap
     def _(axis_size, in_batched, args):
-        out = jax.vmap(plain, in_axes=(jax.tree.map(lambda b: 0 if b else None, in_batched),))(args)
+        del axis_size
+        leaves, tree = jax.tree.flatten(args)
+        axes = [0 if batched else None for batched in jax.tree.leaves(in_batched)]
+        out = jax.vmap(lambda *leaves: plain(jax.tree.unflatten(tree, leaves)), in_axes=axes)(*leaves)
         return out, jax.tree.map(lambda _: True, out)
 
     if implementation == "mosaic_sm90":
@@ -349,10 +352,10 @@ def _quantize_kernel(
     if packed is not None:
         return out["data"]
     lead = tuple(lead) if indices is None else (rows,)
-    scale = out["scale"] if layout == "swizzled" else out["scale"].reshape(*lead, -1)
+    scale = out["scale"] if layout == "swizzled" else out["scale"].reshape(*lead, out["scale"].shape[-1])
     if fmt.global_scale == "token":
         g = out["row_scale"].reshape(lead)
-    return QTensor(out["data"].reshape(*lead, -1), scale, g, fmt, k, layout)
+    return QTensor(out["data"].reshape(*lead, out["data"].shape[-1]), scale, g, fmt, k, layout)
 
 
 def _dequantize_kernel(q: QTensor, dtype):

@@ -34,7 +34,7 @@ class Tuning:
     which `_rows` gives a row to a warp instead of a block of threads."""
 
     values: int = 16
-    units: int = 2
+    units: int = 4
     threads: int = 128
     warp_units: int = 2
 
@@ -115,7 +115,8 @@ def _all(*conditions: P | None) -> P | None:
     """Conjunction of those that are not None (always true)."""
     out = None
     for c in conditions:
-        out = c if out is None or c is None else out & c
+        if c is not None:
+            out = c if out is None else out & c
     return out
 
 
@@ -400,7 +401,7 @@ def tuned(task: Task, *, decode: bool = False) -> Task:
     """task with the tuning that measured best on an H200 (`jmoe bench quantize`)."""
     if decode:  # 16 bytes of output per thread: whole sectors
         return dataclasses.replace(task, tuning=Tuning(values=8, units=4))
-    tuning = Tuning(units=1) if task.fmt.four_over_six else Tuning()
+    tuning = Tuning(units=2) if task.fmt.four_over_six else Tuning()
     if task.fmt.global_scale == "token":
         wanted = 2 * tuning.threads  # two units per thread keep registers few and threads many
         while task.units > wanted and tuning.threads < 512:

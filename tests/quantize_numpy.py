@@ -1,0 +1,93 @@
+"""Numpy doubles of the registers and operations of `pallas_kernels.quantize.emit`."""
+
+import ml_dtypes
+import numpy as np
+
+
+class U(np.ndarray):
+    """uint32 registers of many threads at once, with the operators of `emit.U`."""
+
+    def __new__(cls, v):
+        if isinstance(v, int):
+            v = v & 0xFFFFFFFF
+        return np.asarray(v, np.uint32).view(cls)
+
+    def same(self, other):
+        return np.asarray(self) == np.asarray(other)
+
+
+class Numpy:
+    """`emit.Ops` on arrays: one element is one thread. fma is exact because it is done in long double."""
+
+    U = staticmethod(U)
+    F = staticmethod(np.float32)
+
+    def bits(self, x):
+        return U(np.asarray(x, np.float32).view(np.uint32))
+
+    def float(self, x):
+        return np.asarray(x, np.uint32).view(np.float32)
+
+    def where(self, c, a, b):
+        out = np.where(c, a, b)
+        return U(out) if out.dtype == np.uint32 else out.astype(np.float32)
+
+    def fma(self, a, b, c):
+        return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(np.float32)
+
+    def mul_rounded(self, a, b):
+        return (a * b).astype(np.float32)
+
+    def abs(self, a):
+        return np.abs(a)
+
+    fmin, fmax = staticmethod(np.fmin), staticmethod(np.fmax)
+
+    def umax(self, a, b):
+        return U(np.maximum(a, b))
+
+    def umin(self, a, b):
+        return U(np.minimum(a, b))
+
+    def rcp(self, a):
+        return (np.float32(1) / a).astype(np.float32)
+
+    def div_constant(self, a, b):
+        return (a / np.float32(b)).astype(np.float32)
+
+    def div(self, a, b):
+        return (a / b).astype(np.float32)
+
+    def prmt(self, a, b, selector):
+        pool = np.stack([(np.asarray(w) >> s) & 0xFF for w in (a, b) for s in (0, 8, 16, 24)])
+        picked = [pool[(selector >> (4 * i)) & 7] for i in range(4)]
+        return U(picked[0] | picked[1] << 8 | picked[2] << 16 | picked[3] << 24)
+
+    def absmax2(self, a, b, half):
+        pairs = [(np.asarray(w) >> s) & 0x7FFF for s in (0, 16) for w in (a, b)]
+        return U(np.maximum(*pairs[:2]) | np.maximum(*pairs[2:]) << 16)
+
+    def half_to_float(self, a):
+        low, high = (np.asarray((np.asarray(a) >> s) & 0xFFFF, np.uint16).view(np.float16) for s in (0, 16))
+        return low.astype(np.float32), high.astype(np.float32)
+
+    def e4m3x2(self, low, high):
+        codes = []
+        for v in (low, high):
+            v = np.broadcast_to(np.asarray(v, np.float32), np.broadcast(low, high).shape)
+            code = np.clip(v, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            codes.append(np.where(np.isnan(v), 0x7F, code).astype(np.uint32))
+        return U(codes[0] | codes[1] << 8)
+
+    def e4m3x2_to_float(self, a):
+        return tuple(
+            ((np.asarray(a) >> s) & 0xFF).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            for s in (0, 8)
+        )
+
+    def opaque(self, a):
+        return a
+
+    def rarely(self, condition, fn, default):
+        self.rare = float(np.mean(condition))
+        return [self.where(condition, a, b) for a, b in zip(fn(), default, strict=True)]

@@ -1,0 +1,122 @@
+"""The whole kernels, run thread by thread on the host: addresses, predicates and options against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantize_emulator
+
+from pallas_kernels.quantize import FORMATS, api, dequantize, gather_quantize, quantize, quantize_rows, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+KERNEL = "mosaic_sm90"
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch):
+    quantize_emulator.install(monkeypatch)
+    monkeypatch.setattr(api, "_environment_obstacle", lambda: None)
+    monkeypatch.setattr(api, "_pick", lambda how, why, kernel, plain, args: (plain if how else kernel)(args))
+
+
+@functools.partial(jax.jit, static_argnames=("fmt", "alignment", "layout"))
+def want_(x, fmt, alignment=0, layout="row_major", global_scale=None, num_valid_rows=None):
+    return reference.quantize(
+        x, fmt, alignment=alignment, layout=layout, global_scale=global_scale, num_valid_rows=num_valid_rows
+    )
+
+
+def rows(m, k, seed=0):
+    x = np.random.default_rng(seed).standard_normal((m, k)).astype(np.float32)
+    x[m // 2] = 0
+    x[m // 3, 5] = np.nan
+    x[m // 4] *= 1e-12
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def same(a, b, count=None):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.shape == y.shape and x.dtype == y.dtype
+        x, y = (np.atleast_1d(v)[: count if v.ndim else 1].view(np.uint8) for v in (x, y))
+        np.testing.assert_array_equal(x, y)
+
+
+CASES = [
+    ("mxfp8", (5, 96), {}),
+    ("mxfp4", (9, 2880), {}),
+    ("fp8_128", (3, 400), {}),  # the last block is ragged
+    ("nvfp4", (7, 144), {}),
+    ("nvfp4_4o6", (4, 96), {}),
+    ("nvfp4_token", (6, 96), {}),  # a row for a warp
+    ("nvfp4_token", (3, 2880), {}),  # a row for a block of threads
+    ("nvfp4_token_4o6", (2, 1040), {}),
+    ("mxfp8", (130, 160), dict(layout="swizzled", alignment=256)),
+    ("nvfp4_token", (130, 80), dict(layout="swizzled")),
+    ("nvfp4", (6, 128), dict(global_scale=jnp.asarray(1 / 900, jnp.float32))),
+]
+
+
+@pytest.mark.parametrize("fmt, shape, options", CASES, ids=[f"{c[0]}-{c[1]}-{len(c[2])}" for c in CASES])
+def test_the_program_writes_the_references_bytes_and_nothing_else(fmt, shape, options):
+    x = rows(*shape)
+    same(quantize(x, fmt, **options), want_(x, fmt, **options))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "nvfp4_token"])
+@pytest.mark.parametrize("count", [0, 3, 9])
+def test_rows_from_the_count_on_are_neither_read_nor_written(fmt, count):
+    x = rows(9, 112)
+    got = quantize(x.at[count:].set(jnp.inf), fmt, num_valid_rows=jnp.int32(count))
+    same(got, want_(x, fmt, num_valid_rows=jnp.int32(count)), count)
+    assert (np.asarray(got.data).view(np.uint8)[count:] == quantize_emulator.POISON).all()
+
+
+def test_stacked_tensor_scales_and_zero_rows():
+    x = rows(12, 64).reshape(3, 4, 64)
+    g = jnp.asarray([0.01, 3e-5, 2.0], jnp.float32)
+    same(quantize(x, "nvfp4", global_scale=g), want_(x, "nvfp4", global_scale=g))
+    for fmt in ("mxfp8", "nvfp4", "nvfp4_token"):
+        same(quantize(x[:, :0], fmt), want_(x[:, :0], fmt))
+
+
+def test_gathered_rows_and_sentinels():
+    x = rows(8, 112)
+    indices = jnp.asarray([5, -1, 0, 7, 8, 2, 2, 2**31 - 1, -(2**31)], jnp.int32)
+    for fmt in ("mxfp8", "nvfp4_token"):
+        same(gather_quantize(x, indices, fmt), gather_quantize(x, indices, fmt, implementation="reference"))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_128", "nvfp4", "nvfp4_token"])
+def test_packed_rows_are_written_whole(fmt):
+    spec, k = FORMATS[fmt], 384
+    scale_offset = spec.data_bytes(k)
+    end = scale_offset + spec.num_scales(k) * spec.scale_bytes
+    row_scale = -(-end // 4) * 4 if spec.global_scale == "token" else None
+    tail_offset = -(-(end if row_scale is None else row_scale + 4) // 4) * 4
+    options = dict(
+        row_bytes=-(-(tail_offset + 24) // 16) * 16,
+        scale_offset=scale_offset,
+        row_scale_offset=row_scale,
+        tail_offset=tail_offset,
+        global_scale=jnp.float32(0.002) if fmt == "nvfp4" else None,
+    )
+    x, tail = rows(5, k), jnp.arange(30, dtype=jnp.int32).reshape(5, 6)
+    plain = functools.partial(quantize_rows, implementation="reference", **options)
+    same(quantize_rows(x, fmt, tail, **options), jax.jit(lambda x, t: plain(x, fmt, t))(x, tail))
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token"])
+def test_decoding_programs_give_the_references_values(fmt):
+    for shape, dtype, options in (
+        ((5, 400), jnp.bfloat16, {}),
+        ((3, 112), jnp.float32, {}),
+        ((130, 160), jnp.float16, dict(layout="swizzled", alignment=256)),
+    ):
+        if FORMATS[fmt].scale == "f32" and options:
+            continue
+        q = want_(rows(*shape), fmt, **options)
+        got = np.asarray(dequantize(q, dtype), np.float32)
+        np.testing.assert_array_equal(got, np.asarray(reference.dequantize(q, dtype), np.float32))
