@@ -101,6 +101,10 @@ def kernels(ranks, tokens=16):
             functools.partial(mosaic_combine.combine_rows, **common),
             [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32)],
         ),
+        "push_apart": (
+            lambda x, tail, slot, counts: mosaic_push.push_apart((x, tail), slot, counts, **common),
+            [((tokens, 2880), bf16), ((tokens, 64), u8), ((tokens, ranks), i32), ((ranks,), i32)],
+        ),
         "combine_rows_pushed": (
             functools.partial(mosaic_combine_push.combine_rows_pushed, **common),
             [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32), ((ranks,), i32)],
@@ -153,6 +157,25 @@ def test_every_kernel_lowers_for_cuda_without_multicast(ranks):
 def test_one_token_needs_one_block():
     for name, (function, shapes) in kernels(2, tokens=1).items():
         assert "mosaic_gpu" in lowered(2, function, *shapes), name
+
+
+@needs_kernels
+def test_every_index_is_the_share_of_one_turn():
+    from pallas_kernels.all_to_all.mosaic_common import share
+
+    for count in (-3, 0, 1, 5, 7, 8, 63):
+        for turns in (1, 3, 8):
+            mine = [int(share(np.int32(count), np.int32(turn), np.int32(turns))) for turn in range(turns)]
+            visited = sorted(turn + i * turns for turn in range(turns) for i in range(mine[turn]))
+            assert visited == list(range(max(count, 0))), (count, turns)
+
+
+@needs_kernels
+def test_received_rows_start_on_whole_lines():
+    from pallas_kernels.all_to_all.mosaic_common import stride_of
+
+    assert [stride_of(w, 1) for w in (128, 4112, 7456, 14400)] == [128, 4224, 7552, 14464]
+    assert [stride_of(w, 2) for w in (7168, 2880, 8)] == [7168, 2880, 64]
 
 
 @needs_kernels

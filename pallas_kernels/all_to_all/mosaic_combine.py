@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_common import Schedule, completion, int32, kernel_params, row_bytes, stages_for
+from .mosaic_common import Schedule, completion, int32, kernel_params, row_bytes, share, stages_for
 
 MIN_HIDDEN = 256
 
@@ -105,7 +105,7 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
         blocks = int32(schedule.blocks)
-        trips = lax.div(int32(tokens) - block + blocks - int32(1), blocks)
+        trips = share(int32(tokens), block, blocks)
 
         @pl.when(role == 0)
         def _load():

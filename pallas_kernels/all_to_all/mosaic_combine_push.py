@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_combine import column_chunks
-from .mosaic_common import SHARED_MEMORY, Schedule, int32, kernel_params, peer_of, row_bytes
+from .mosaic_common import SHARED_MEMORY, Schedule, int32, kernel_params, peer_of, row_bytes, share
 
 CHUNK = 2  # rows that share a semaphore
 ADDERS = 2  # warpgroups of a block that add
@@ -62,7 +62,7 @@ def combine_rows_pushed(
             for size in sizes[1:]:
                 longest = jnp.maximum(longest, size)
             chunks = lax.div(longest + int32(CHUNK - 1), int32(CHUNK))
-            trips = lax.div(jnp.maximum(chunks - block + blocks - int32(1), int32(0)), blocks)
+            trips = share(chunks, block, blocks)
 
             def step(i, carry):
                 chunk = block + i * blocks
@@ -145,8 +145,8 @@ def combine_rows_pushed(
         @pl.when(role > 1)
         def _add():
             first = role - int32(2)
-            trips = lax.div(int32(tokens) - block + blocks - int32(1), blocks)
-            mine = lax.div(jnp.maximum(trips - first + int32(ADDERS - 1), int32(0)), int32(ADDERS))
+            trips = share(int32(tokens), block, blocks)
+            mine = share(trips, first, int32(ADDERS))
 
             def step(n, _):
                 token = block + (first + n * int32(ADDERS)) * blocks

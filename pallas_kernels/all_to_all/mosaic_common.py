@@ -29,8 +29,7 @@ class Schedule:
 
     blocks: persistent blocks, at most one for each multiprocessor (they spin at the end, so all must be resident).
     stages: rows in flight in a block's shared memory. in_flight: rows whose stores may still be reading shared memory
-    before the oldest is waited for. local_blocks: how many of the blocks do nothing but copy this rank's own rows to
-    itself, so that those never stand in the way of rows that wait for the link (0: every block does both).
+    before the oldest is waited for.
     wait_limit: for debugging, how often the final wait looks for a rank's signals before it prints which rank is
     missing and goes on with whatever has arrived (None: it waits for ever).
     """
@@ -38,7 +37,6 @@ class Schedule:
     blocks: int = 132
     stages: int = 8
     in_flight: int = 4
-    local_blocks: int = 0
     wait_limit: int | None = None
 
     @classmethod
@@ -77,6 +75,11 @@ def stride_of(width: int, itemsize: int) -> int:
     """
     unit = LINE // itemsize
     return -(-width // unit) * unit
+
+
+def share(count, turn, turns):
+    """How many of the indices 0..count-1 are turn, turn + turns, turn + 2 * turns, ..."""
+    return lax.div(jnp.maximum(count - turn + turns - int32(1), int32(0)), turns)
 
 
 def peer_of(me, step: int, num_ranks: int):

@@ -10,6 +10,8 @@ router did; a token's destinations are visited starting after the own rank, so t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,6 +26,7 @@ from .mosaic_common import (
     kernel_params,
     row_bytes,
     send_counts,
+    share,
     stages_for,
     standard_places,
     stride_of,
@@ -49,8 +52,31 @@ def push_rows(
     """
     num_ranks = slot.shape[1]
     places = standard_places(axis_name, num_ranks, capacity)
-    out, out_counts = _push(rows, (slot,), counts, places, axis_name, num_ranks, 1, num_ranks * capacity, schedule)
+    total = num_ranks * capacity
+    (out,), out_counts = _push((rows,), (slot,), counts, places, axis_name, num_ranks, 1, total, "push_rows", schedule)
     return out.reshape(num_ranks, capacity, rows.shape[1]), out_counts
+
+
+def push_apart(
+    pieces: Sequence[jax.Array],
+    slot: jax.Array,
+    counts: jax.Array,
+    *,
+    axis_name: str,
+    capacity: int,
+    schedule: Schedule | None = None,
+) -> tuple[list[jax.Array], jax.Array]:
+    """`push_rows` of several arrays [T, W_i] at once: nobody has to join them before or to part them afterwards.
+
+    Each array's rows are of multiples of 16 bytes. Returns ([received [R, C, W_i] for each], counts int32 [R]).
+    """
+    num_ranks = slot.shape[1]
+    places = standard_places(axis_name, num_ranks, capacity)
+    total = num_ranks * capacity
+    received, out_counts = _push(
+        tuple(pieces), (slot,), counts, places, axis_name, num_ranks, 1, total, "push_apart", schedule
+    )
+    return [out.reshape(num_ranks, capacity, -1) for out in received], out_counts
 
 
 def push_batched(
@@ -73,30 +99,33 @@ def push_batched(
     """
     places = batched_places(axis_name, num_ranks, num_local, capacity)
     total = num_local * num_ranks * capacity
-    out, out_counts = _push(rows, (target, slot), counts, places, axis_name, num_ranks, num_local, total, schedule)
+    (out,), out_counts = _push(
+        (rows,), (target, slot), counts, places, axis_name, num_ranks, num_local, total, "push_rows", schedule
+    )
     return out.reshape(num_local, num_ranks * capacity, rows.shape[1]), out_counts.reshape(num_ranks, num_local).T
 
 
-def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, schedule):
-    """Warpgroup 0 keeps the ring of rows full; warpgroup 1 stores each to its places, then signals."""
-    tokens, width = rows.shape
-    schedule = schedule or Schedule.for_rows(tokens, row_bytes(rows))
-    stages = stages_for(schedule, row_bytes(rows))
+def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total, name, schedule):
+    """Warpgroup 0 keeps the rings of rows full; warpgroup 1 stores each row to its places, then signals.
+
+    pieces: arrays [T, W_i]; a row is one row of each of them, and each has a ring and a result of its own.
+    """
+    tokens = pieces[0].shape[0]
+    widths = [piece.shape[1] for piece in pieces]
+    nbytes = sum(row_bytes(piece) for piece in pieces)
+    schedule = schedule or Schedule.for_rows(tokens, nbytes)
+    stages = stages_for(schedule, nbytes)
     in_flight = min(schedule.in_flight, stages - 1)
 
-    def body(rows_ref, counts_ref, *refs):
-        table_refs, (out_ref, out_counts_ref, ring, full, empty) = refs[: len(tables)], refs[len(tables) :]
+    def body(*refs):
+        refs = list(refs)
+        take = lambda n: [refs.pop(0) for _ in range(n)]  # noqa: E731
+        piece_refs, (counts_ref,), table_refs = take(len(pieces)), take(1), take(len(tables))
+        out_refs, (out_counts_ref,), rings, (full, empty) = take(len(pieces)), take(1), take(len(pieces)), take(2)
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
-        me = lax.axis_index(axis_name)
-        split = schedule.local_blocks
-        if split:
-            local = block < split
-            first = jnp.where(local, block, block - int32(split))
-            blocks = jnp.where(local, int32(split), int32(schedule.blocks - split))
-        else:
-            first, blocks = block, int32(schedule.blocks)
-        trips = jnp.maximum(lax.div(int32(tokens) - first + blocks - int32(1), blocks), int32(0))
+        blocks = int32(schedule.blocks)
+        trips = share(int32(tokens), block, blocks)
 
         @pl.when(role == 0)
         def _load():
@@ -107,12 +136,13 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
                 def _():
                     plgpu.barrier_wait(empty.at[stage])
 
-                plgpu.copy_gmem_to_smem(
-                    rows_ref.at[pl.ds(first + i * blocks, 1)],
-                    ring.at[stage],
-                    full.at[stage],
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
+                for piece_ref, ring in zip(piece_refs, rings, strict=True):
+                    plgpu.copy_gmem_to_smem(
+                        piece_ref.at[pl.ds(block + i * blocks, 1)],
+                        ring.at[stage],
+                        full.at[stage],
+                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                    )
                 return ()
 
             lax.fori_loop(int32(0), trips, step, ())
@@ -120,11 +150,7 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
         @pl.when(role == 1)
         def _store():
             def find(i):
-                token = jnp.minimum(first + i * blocks, int32(tokens - 1))
-                found = places(token, *table_refs)
-                if split:
-                    found = [(peer, jnp.where((peer == me) == local, place, int32(-1))) for peer, place in found]
-                return tuple(found)
+                return tuple(places(jnp.minimum(block + i * blocks, int32(tokens - 1)), *table_refs))
 
             def step(i, found):
                 stage = lax.rem(i, int32(stages))
@@ -134,10 +160,11 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
 
                     @pl.when(place >= 0)
                     def _(peer=peer, place=place):
-                        target = plgpu.remote_ref(out_ref, {axis_name: peer})
-                        plgpu.copy_smem_to_gmem(
-                            ring.at[stage], target.at[pl.ds(place, 1), pl.ds(0, width)], commit_group=False
-                        )
+                        for out_ref, ring, width in zip(out_refs, rings, widths, strict=True):
+                            target = plgpu.remote_ref(out_ref, {axis_name: peer})
+                            plgpu.copy_smem_to_gmem(
+                                ring.at[stage], target.at[pl.ds(place, 1), pl.ds(0, width)], commit_group=False
+                            )
 
                 plgpu.commit_smem_to_gmem_group()
 
@@ -153,17 +180,18 @@ def _push(rows, tables, counts, places, axis_name, num_ranks, num_local, total, 
             plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
             completion(axis_name, num_ranks, schedule)
 
-    out, out_counts = plgpu.kernel(
+    *received, out_counts = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((total, stride_of(width, rows.dtype.itemsize)), rows.dtype),
+            *(jax.ShapeDtypeStruct((total, stride_of(p.shape[1], p.dtype.itemsize)), p.dtype) for p in pieces),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
-            plgpu.SMEM((stages, 1, width), rows.dtype),
-            plgpu.Barrier(num_barriers=stages),
+            *(plgpu.SMEM((stages, 1, p.shape[1]), p.dtype) for p in pieces),
+            plgpu.Barrier(num_arrivals=len(pieces), num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ],
-        **kernel_params(schedule, "push_rows"),
-    )(rows, counts, *tables)
-    return out[:, :width], out_counts  # a slice that fuses into whatever reads the rows
+        **kernel_params(schedule, name),
+    )(*pieces, counts, *tables)
+    # slices that fuse into whatever reads the rows
+    return [out[:, :width] for out, width in zip(received, widths, strict=True)], out_counts

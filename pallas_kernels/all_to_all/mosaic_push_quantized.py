@@ -32,6 +32,7 @@ from .mosaic_common import (
     int32,
     kernel_params,
     send_counts,
+    share,
     standard_places,
     stride_of,
 )
@@ -161,7 +162,7 @@ def push_quantized(
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
         blocks = int32(schedule.blocks)
-        trips = lax.div(int32(tokens) - block + blocks - int32(1), blocks)
+        trips = share(int32(tokens), block, blocks)
 
         def load_block(stage, start):
             if nvfp4:
@@ -215,7 +216,7 @@ def push_quantized(
         @pl.when(role > 0)
         def _quantize_and_store():
             first = role - int32(1)
-            mine = lax.div(jnp.maximum(trips - first + int32(warpgroups - 1), int32(0)), int32(warpgroups))
+            mine = share(trips, first, int32(warpgroups))
 
             def find(n):
                 token = block + (first + n * int32(warpgroups)) * blocks

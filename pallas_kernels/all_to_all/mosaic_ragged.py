@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_common import Schedule, completion, int32, kernel_params, row_bytes, stages_for
+from .mosaic_common import Schedule, completion, int32, kernel_params, row_bytes, share, stages_for
 
 CHUNK_BYTES = 16 * 1024
 
@@ -66,7 +66,7 @@ def ragged_push(
                 here, there = input_ref[index], output_ref[index]
                 chunks = lax.div(rows + int32(chunk - 1), int32(chunk))
                 first = lax.rem(block - base + blocks, blocks)
-                trips = lax.div(jnp.maximum(chunks - first + blocks - int32(1), int32(0)), blocks)
+                trips = share(chunks, first, blocks)
 
                 def one(i, count):
                     start = (first + i * blocks) * int32(chunk)

@@ -158,6 +158,33 @@ def test_two_thousand_random_layers_in_a_row():
     assert int(np.asarray(bad).sum()) == 0
 
 
+@pytest.mark.parametrize("tokens, hidden", [(7, 7168), (1023, 2880), (4096, 7168)])
+def test_combine_that_writes_equals_the_one_that_reads(tokens, hidden):
+    from pallas_kernels.all_to_all.mosaic_combine import combine_rows
+    from pallas_kernels.all_to_all.mosaic_combine_push import combine_rows_pushed
+
+    num_ranks = jax.device_count()
+    backend = get_backend("nvlink_one_sided")
+    exchange = exchange_for(backend, tokens=tokens, num_ranks=num_ranks, num_local=8, top_k=4, axis_name="ep")
+
+    def run(seed):
+        rank = exchange.rank()
+        key = jax.random.fold_in(jax.random.key(seed[0]), rank)
+        ids, _ = route(key, "uniform", tokens, 8 * num_ranks, 4, rank, num_ranks)
+        plan = backend.plan(ids, exchange)
+        y = jax.random.normal(key, (backend.num_rows(exchange), hidden), jnp.bfloat16)
+        valid = received_valid(backend, backend.exchange_counts(plan, exchange), plan, exchange)
+        y = jnp.where(valid[:, None], y, jnp.nan)
+        common = dict(axis_name="ep", capacity=exchange.capacity, out_dtype=jnp.float32)
+        read = combine_rows(y, plan.slot, **common)
+        written = combine_rows_pushed(y, plan.slot, plan.counts, **common)
+        return jnp.sum(lax.bitcast_convert_type(read, jnp.int32) != lax.bitcast_convert_type(written, jnp.int32))
+
+    for seed in range(3):
+        wrong = mapped(run)(*put(np.full((num_ranks, 1), seed, np.int32)))
+        assert int(np.asarray(wrong).sum()) == 0
+
+
 @pytest.mark.parametrize("slices", [1, 5])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.uint8, jnp.float32])
 def test_ragged_push_equals_its_reference(slices, dtype):
