@@ -1,5 +1,6 @@
 """The remote-write kernels, as far as a machine without GPUs can tell: arithmetic, lowering for CUDA, refusals."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,9 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jmoe import compat
+from jmoe.backends import Engine, dispatch_payload, exchange_for, get_backend
+from jmoe.backends.base import received_valid
 from jmoe.backends.engine import ENGINE, engine_reason, remote_write_engine
 from jmoe.caps import DeviceCaps
-from jmoe.payload import row_layout
+from jmoe.payload import pack, row_layout
 from pallas_kernels.all_to_all import mosaic_encode as encode
 from pallas_kernels.quantize import FORMATS
 from pallas_kernels.quantize.reference import quantize
@@ -223,6 +226,62 @@ def test_the_engine_says_which_devices_it_cannot_serve():
     assert "at most 8" in engine_reason(DeviceCaps("gpu", (9, 0), 16, "nvlink"))
     assert engine_reason(DeviceCaps("gpu", (9, 0), 2, "nvlink", kernels=False, kernels_reason="old")) == "old"
     assert remote_write_engine(DeviceCaps("cpu", None, 8, "host")) is None
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "mxfp8"])
+def test_every_hook_of_an_engine_leads_to_the_same_dispatch(wire):
+    """An engine that moves rows with the portable collectives, through each of its three ways in."""
+    backend = get_backend("nvlink_one_sided")
+    layout = row_layout(64, wire, 2)
+    make = functools.partial(
+        exchange_for, backend, tokens=6, num_ranks=4, num_local=2, top_k=2, axis_name="ep", capacity_factor=0.75
+    )
+
+    def portable(exchange):
+        return dataclasses.replace(exchange, engine=None)
+
+    def push(rows, plan, exchange):
+        out = backend.send(rows, plan, portable(exchange))
+        counts = backend.exchange_counts(plan, portable(exchange))
+        filled = received_valid(backend, counts, plan, portable(exchange))[:, None]
+        return jnp.where(filled, out, jnp.ones((), out.dtype)), counts  # garbage where nothing arrived
+
+    def push_apart(x, tail, plan, exchange):
+        return push(x, plan, exchange)[0], *push(tail, plan, exchange)
+
+    def push_encoding(x, ids, weights, plan, exchange, layout):
+        if layout.format is None:
+            return None
+        return push(pack(quantize(x, layout.wire), ids, weights, layout), plan, exchange)
+
+    engines = [
+        None,
+        Engine("push", push, ENGINE.reduce),
+        Engine("apart", push, ENGINE.reduce, push_apart=push_apart),
+        Engine("encoding", push, ENGINE.reduce, push_encoding=push_encoding),
+    ]
+
+    def run(x, ids, weights):
+        results = []
+        for engine in engines:
+            exchange = make(engine=engine)
+            plan = backend.plan(ids, exchange)
+            got = dispatch_payload(x, ids, weights, plan, backend=backend, exchange=exchange, layout=layout)
+            real = jnp.any(got.ids >= 0, axis=1, keepdims=True)
+            leaves = [jnp.where(real, v.astype(jnp.float32), 0) for v in jax.tree.leaves(got.x)]
+            results.append((leaves, got.ids, got.weights, got.counts))
+        return results
+
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((4, 6, 64)).astype(jnp.bfloat16)
+    ids = rng.integers(-1, 8, (4, 6, 2)).astype(np.int32)
+    weights = rng.random((4, 6, 2), np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("ep",))
+    local = lambda *a: jax.tree.map(lambda v: v[None], run(*[v[0] for v in a]))  # noqa: E731
+    first, *others = jax.jit(compat.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, ids, weights)
+    assert int(np.asarray(first[3]).sum()) > 0
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, first)
 
 
 def test_ragged_all_to_all_names_what_its_kernel_cannot_do():

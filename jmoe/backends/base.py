@@ -34,12 +34,15 @@ class Engine:
         inside.
     push_encoding(x [T, D], ids, weights, plan, exchange, layout): `push` of the packed rows, quantised and packed on
         the way, with the same bytes; None where it cannot do that for these rows and this layout.
+    push_apart(x [T, D], tail uint8 [T, ...], plan, exchange): two arrays at once, ([N, D], [N, ...], counts), so that
+        float rows need neither packing nor unpacking; None where it cannot do that.
     """
 
     name: str
     push: Callable[[jax.Array, Plan, Exchange], tuple[jax.Array, jax.Array]]
     reduce: Callable[[jax.Array, jax.Array | None, Plan, Exchange, jnp.dtype], jax.Array]
     push_encoding: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
+    push_apart: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,11 +26,15 @@ from .scales import decode_rows, encode_rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InFlight:
-    """Rows on their way: the result of `start`, to be given to `finish` where they are needed."""
+    """Rows on their way: the result of `start`, to be given to `finish` where they are needed.
+
+    data: None, or the rows' data [N, D] where it travelled apart from the ids and weights in `rows`.
+    """
 
     rows: jax.Array
     counts: jax.Array | None
     global_scale: jax.Array | None
+    data: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +70,11 @@ def start(
         sent = engine.push_encoding(x, ids, weights, plan, exchange, layout)
         if sent is not None:
             return InFlight(sent[0].reshape(-1, layout.row_bytes), sent[1], None)
+    if engine is not None and engine.push_apart is not None and layout.format is None:
+        tail = _without_data(layout)
+        apart = engine.push_apart(x.astype(layout.dtype), pack(x[:, :0], ids, weights, tail), plan, exchange)
+        if apart is not None:
+            return InFlight(apart[1], apart[2], None, apart[0])
     payload, global_scale = encode_rows(x, layout, axis_name=exchange.axis_name, global_scale=global_scale)
     rows = pack(payload, ids, weights, layout)
     if engine is not None:
@@ -73,6 +82,11 @@ def start(
     else:
         received, counts = backend.send(rows, plan, exchange, fill=jnp.asarray(layout.empty_row())), None
     return InFlight(received.reshape(-1, layout.row_bytes), counts, global_scale)
+
+
+def _without_data(layout: RowLayout) -> RowLayout:
+    """The row of ids and weights alone, of a float wire whose data travels apart."""
+    return dataclasses.replace(layout, columns=0)
 
 
 def finish(flight: InFlight, plan: Plan, *, backend: Backend, exchange: Exchange, layout: RowLayout) -> Received:
@@ -85,12 +99,13 @@ def finish(flight: InFlight, plan: Plan, *, backend: Backend, exchange: Exchange
         valid = received_valid(backend, full, plan, exchange)
     x, ids, weights = unpack(
         flight.rows,
-        layout,
+        layout if flight.data is None else _without_data(layout),
         rank=exchange.rank(),
         num_local=exchange.num_local,
         valid=valid,
         global_scale=flight.global_scale,
     )
+    x = x if flight.data is None else flight.data
     shape = (exchange.num_ranks, exchange.capacity)
     if backend.form == "batched":
         shape = (exchange.num_local, *shape)

@@ -113,6 +113,21 @@ def push_encoding(
     return received if batched else received.reshape(-1, layout.row_bytes), counts
 
 
+def push_apart(
+    x: jax.Array, tail: jax.Array, plan: Plan, exchange: Exchange
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`."""
+    from pallas_kernels.all_to_all import mosaic_push
+
+    if plan.form == "batched" or x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
+        return None
+    assert exchange.axis_name is not None
+    (data, rest), counts = mosaic_push.push_apart(
+        (x, tail), plan.slot, plan.counts, axis_name=exchange.axis_name, capacity=exchange.capacity
+    )
+    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1]), counts
+
+
 def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array:
     """Experts' rows y [N, D] added up at their owners, [T, D]; see `Engine.reduce`."""
     from pallas_kernels.all_to_all import mosaic_combine

@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from jmoe import compat
 from jmoe.backends import combine, dispatch_payload, exchange_for, get_backend, start
-from jmoe.backends.base import received_valid
 from jmoe.backends.engine import remote_write_engine
-from jmoe.payload import row_layout
+from jmoe.payload import row_layout, to_bytes
 
 from .common import LINK_GBPS, NoProgress, Progress, Record
 from .plot import lines
@@ -124,11 +123,13 @@ def _wrong_bytes(mesh, backend, kernel, portable, layout, arrays) -> float:
 
     def differing(ids, weights, x):
         plan = backend.plan(ids, kernel)
-        send = functools.partial(start, x, ids, weights, plan, backend=backend, layout=layout)
+        send = functools.partial(dispatch_payload, x, ids, weights, plan, backend=backend, layout=layout)
         got, want = send(exchange=kernel), send(exchange=portable)
-        counts = backend.exchange_counts(plan, portable)
-        valid = received_valid(backend, counts, plan, portable)
-        wrong = jnp.sum((got.rows != want.rows) & valid[:, None])
+        valid = jnp.any(want.ids >= 0, axis=1)
+        wrong = 4 * (jnp.sum(got.ids != want.ids) + jnp.sum(got.weights != want.weights))
+        for a, b in zip(jax.tree.leaves(got.x), jax.tree.leaves(want.x), strict=True):
+            a, b = (to_bytes(v.reshape(v.shape[0], -1)) for v in (a, b))
+            wrong += jnp.sum((a != b) & valid[:, None])
         return wrong, jnp.sum(valid) * layout.row_bytes
 
     wrong, total = (float(np.asarray(v, np.float64).sum()) for v in _mapped(mesh, differing)(*arrays))
@@ -221,7 +222,8 @@ def _measure(mesh, shape, name, wire, tokens, engine, timer, peers, smoke) -> li
 
     def dispatch(small, ids, weights, x, plan):
         plan = dataclasses.replace(plan, counts=plan.counts + small[0], slot=plan.slot + small[0])
-        return start(x, ids, weights, plan, backend=backend, exchange=exchange, layout=layout).rows
+        flight = start(x, ids, weights, plan, backend=backend, exchange=exchange, layout=layout)
+        return flight.rows if flight.data is None else flight.data
 
     small = _put(mesh, np.zeros((num_ranks, 1), np.int32))[0]
     key = (layout.row_bytes, tokens)

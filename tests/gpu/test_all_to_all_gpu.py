@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmoe import compat
-from jmoe.backends import combine, exchange_for, get_backend, start
+from jmoe.backends import combine, dispatch_payload, exchange_for, get_backend, start
 from jmoe.backends.base import received_valid
 from jmoe.backends.engine import ENGINE, engine_reason
 from jmoe.caps import DeviceCaps
@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 ROUTERS = ("uniform", "zipf", "one_rank", "empty_rank", "invalid")
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 TOKENS = (1, 7, 128, 1023, 8192)
 
 
@@ -92,11 +93,16 @@ def both_ways(backend, router, tokens, wire, hidden, experts, top_k):
         ids, weights = route(key, router, tokens, experts, top_k, rank, num_ranks)
         x = jax.random.normal(jax.random.fold_in(key, 2), (tokens, hidden), jnp.bfloat16)
         plan = backend.plan(ids, kernel)
-        send = functools.partial(start, x, ids, weights, plan, backend=backend, layout=layout)
+        send = functools.partial(dispatch_payload, x, ids, weights, plan, backend=backend, layout=layout)
         got, want = send(exchange=kernel), send(exchange=portable)
-        valid = received_valid(backend, got.counts, plan, kernel)
-        wrong_counts = jnp.sum(got.counts != backend.exchange_counts(plan, portable))
-        wrong_bytes = jnp.sum(jnp.where(valid[:, None], got.rows != want.rows, False))
+        counts = backend.exchange_counts(plan, portable)
+        valid = received_valid(backend, counts, plan, portable)
+        flight = start(x, ids, weights, plan, backend=backend, layout=layout, exchange=kernel)
+        wrong_counts = jnp.sum(flight.counts != counts) + jnp.sum(got.counts != want.counts)
+        wrong_bytes = jnp.sum(got.ids != want.ids) + jnp.sum(got.weights != want.weights)
+        for a, b in zip(jax.tree.leaves(got.x), jax.tree.leaves(want.x), strict=True):
+            a, b = (lax.bitcast_convert_type(v, UNSIGNED[v.dtype.itemsize]).reshape(v.shape[0], -1) for v in (a, b))
+            wrong_bytes += jnp.sum((a != b) & valid[:, None])
         y = jax.random.normal(jax.random.fold_in(key, 3), (backend.num_rows(kernel), hidden), jnp.bfloat16)
         y = jnp.where(valid[:, None], y, jnp.nan)  # what nobody sent must not be read
         recv_ids = jnp.where(valid[:, None], 0, -1)
