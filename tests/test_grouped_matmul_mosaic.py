@@ -236,7 +236,7 @@ def test_gradients_equal_the_dense_formula_and_empty_groups_get_exact_zeros(rng,
 
 
 @needs_interpreter
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("kind", ["silu", "swiglu_oai"])
 def test_the_gated_product_equals_its_formula(rng, few_blocks, kind):
     from pallas_kernels.grouped_matmul.mosaic_sm90 import Gate
 
@@ -254,8 +254,6 @@ def test_the_gated_product_equals_its_formula(rng, few_blocks, kind):
     gate, up = (jnp.asarray(dense(x, w[:, i], sizes)) for i in (0, 1))
     if kind == "silu":
         expected = jax.nn.silu(gate) * up
-    elif kind == "gelu_tanh":
-        expected = jax.nn.gelu(gate, approximate=True) * up
     else:
         clipped = jnp.minimum(gate, 7.0)
         expected = clipped * jax.nn.sigmoid(1.702 * clipped) * (jnp.clip(up, -7.0, 7.0) + 1)

@@ -101,7 +101,7 @@ def operands(key: jax.Array, shape: Shape, fmt: str):
     return x, quantize_weights(w, fmt)
 
 
-def weight_bytes(w: jax.Array | QTensor, touched: int) -> float:
+def weight_bytes(w: jax.Array | QTensor, touched: float) -> float:
     """Bytes of the weights of `touched` groups, scales included."""
     return w.nbytes * touched / w.shape[0]
 
@@ -186,7 +186,7 @@ def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds:
         ceiling, ceiling_name = copy, "copy"
     else:
         ceiling, ceiling_name = DENSE_TFLOPS["fp8" if fmt == "fp8" else "bf16"], "datasheet"
-    compared = torch_seconds is not None and fmt == "bf16"
+    peer = amount / torch_seconds if torch_seconds is not None and fmt == "bf16" else None
     return Record(
         name=fmt,
         case=shape.case,
@@ -195,8 +195,8 @@ def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds:
         seconds=timing.median,
         ceiling=ceiling,
         ceiling_name=ceiling_name,
-        peer=amount / torch_seconds if compared else None,
-        peer_name="torch._grouped_mm" if compared else "",
+        peer=peer,
+        peer_name="" if peer is None else "torch._grouped_mm",
         error=_error(x, w, sizes[0]),
         error_name="relative to float32",
         meaningful=not smoke and jax.default_backend() == "gpu",
@@ -218,7 +218,7 @@ def tune(progress: Progress | None = None) -> list[Record]:
         timed = []
         for candidate in CANDIDATES[kernel]:
             with tuning.override({kernel: candidate}):
-                _matmul.clear_cache()
+                _matmul.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
                 try:
                     record = _measure(shape, fmt, jax.random.key(i), 1.0, None, False)
                 except ValueError:  # does not fit into shared memory, or not this shape
@@ -231,6 +231,6 @@ def tune(progress: Progress | None = None) -> list[Record]:
             rule = dict(kernel=kernel, weights=weights, max_rows=rows, n=shape.n, k=shape.k, config=candidate)
             rules.append(rule)
             records.append(dataclasses.replace(record, name=f"{fmt} {candidate}", ceiling=None, ceiling_name=""))
-    _matmul.clear_cache()
+    _matmul.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
     tuning.write_rules(tuning.USER_FILE, rules)
     return records

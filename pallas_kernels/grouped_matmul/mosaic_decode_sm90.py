@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_dequant import Packed, dequantise, permute_columns
-from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
+from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, load_rows, num_sms, row_views, swizzled
 from .schedule import Schedule, each_tile, num_tiles, read_tile
 
 _ROWS = 64  # of a weight, for one warpgroup
@@ -70,8 +70,9 @@ class DecodeConfig:
 def store_transposed(ref, value):
     """value [rows of the weight, tokens] to ref [tokens, rows of the weight], element by element."""
     value = plgpu.layout_cast(value, plgpu.Layout.WGMMA)
-    if hasattr(plgpu, "store"):  # JAX 0.12 wants to be told that slow stores are meant
-        plgpu.store(ref.T, value, optimized=False)
+    store = getattr(plgpu, "store", None)
+    if store is not None:  # JAX 0.12 wants to be told that slow stores are meant
+        store(ref.T, value, optimized=False)
     else:
         ref.T[...] = value
 
@@ -227,7 +228,7 @@ def _body(
                     pl.when(steps > 0)(lambda: release(end - 1))
                 return end, value
 
-            return pl.run_scoped(scope, plgpu.ACC((_ROWS, c.block_t), jnp.float32))
+            return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32))
 
         def accumulate_scaled(weight, col, step):
             """Each 128 elements of K are summed on their own and scaled in float32: the scale covers the whole tile."""
@@ -245,7 +246,7 @@ def _body(
                         product(acc, slot, j, chunk)
                         return acc[...]
 
-                    part = pl.run_scoped(scope, plgpu.ACC((_ROWS, c.block_t), jnp.float32))
+                    part = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32))
                     total = total + part * factor[chunk]
                 plgpu.barrier_arrive(empty.at[slot])
                 return step + 1, total
@@ -266,7 +267,7 @@ def _body(
                     value = value * (factors[group] * packed.factor)
                 else:
                     mine = factors.at[group, pl.ds(col + wg * _ROWS, _ROWS)]
-                    per_row = plgpu.load(mine, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                    per_row = load_rows(mine)
                     value = value * lax.broadcast_in_dim(per_row * packed.factor, value.shape, (0,))
             value = value.astype(out.dtype)
             columns = pl.ds(col + wg * _ROWS, _ROWS)
@@ -326,6 +327,8 @@ def grouped_matmul_decode(
     s_smem = plgpu.SMEM((1, 16), jnp.uint8)
     x_chunks = c.chunks
     if packed:
+        if scales is None:
+            raise ValueError(f"w {w.shape} is packed and has no scales; pass them.")
         if w.shape[2] % 128 or (packed.scales and scales.shape[2] % 16):
             raise ValueError(
                 f"w {w.shape} with scales {scales.shape}: rows of w must be multiples of 128 bytes, and rows of scales "

@@ -148,12 +148,12 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Arra
                 constraints = ",".join(["=r"] * outs + ["r", "r"])
                 result = llvm.inline_asm(struct, [word, scale], ptx, constraints)
                 for i in range(outs):
-                    value = llvm.extractvalue(i32, result, [i])
+                    value = llvm.extractvalue(i32, result, [i])  # pyright: ignore[reportArgumentType]
                     out[j * outs + i, half] = mgpu.utils.bitcast(value, pair)
         out = out.reshape(fa.WGMMA_LAYOUT.registers_shape((64, packed.chunk)))
         return mgpu.FragmentedArray(_registers=out, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
-    return convert(*refs)
+    return convert(*refs)  # pyright: ignore[reportReturnType]
 
 
 _E8M0_SCALE = "{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, $2; shl.b32 $0, $0, 7; }"

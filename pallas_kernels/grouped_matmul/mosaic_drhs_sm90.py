@@ -134,7 +134,7 @@ def _body(starts, ends, dy, x, out, a_smem, b_smem, out_smem, full, empty, maske
 
                 return last, value
 
-            last, value = pl.run_scoped(scope, plgpu.ACC((BOX, c.block_k), jnp.float32))
+            last, value = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((BOX, c.block_k), jnp.float32))
             for chunk, at in enumerate(range(0, c.block_k, chunk_k)):
                 slot = chunk % c.out_slots
                 plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from .mosaic_sm90 import (
     as_views,
     compiler_params,
     drain,
+    load_rows,
     num_sms,
     row_views,
     store_rows,
@@ -102,7 +104,7 @@ def _body(
                     plgpu.barrier_wait(empty.at[slot])
 
                 ks = pl.ds(j * _BLOCK, _BLOCK)
-                shared = dict(collective_axes="cluster") if c.cluster > 1 else {}
+                shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
                 for box, row in enumerate((row0, row1)):
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared)
@@ -132,7 +134,7 @@ def _body(
                 Rows begin anywhere, which the copy engine does not take for the contiguous axis of an array.
                 """
                 at = jnp.minimum(j, k_steps - 1)
-                rows = plgpu.load(sx.at[at, pl.ds(first, BOX)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+                rows = load_rows(sx.at[at, pl.ds(first, BOX)])
                 return rows, tuple(sw[jnp.maximum(weight, 0), b, at] for b in blocks_n)
 
             def per_step(j, carry):
@@ -148,7 +150,7 @@ def _body(
                         plgpu.wgmma(acc, a_smem.at[slot, pl.ds(wg * BOX, BOX)], b.T)
                         return acc[...]
 
-                    part = pl.run_scoped(scope, plgpu.ACC((BOX, _PART), jnp.float32))
+                    part = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((BOX, _PART), jnp.float32))
                     factor = lax.broadcast_in_dim(row_scale * scales[p], (BOX, _PART), (0,))
                     new.append(totals[p] + part * factor)
                 plgpu.barrier_arrive(empty.at[slot])

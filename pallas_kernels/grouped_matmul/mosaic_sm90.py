@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +128,12 @@ def as_views(ref, count: int, interpret: bool):
     return (ref,) * count if interpret else tuple(ref)
 
 
+def load_rows(ref) -> jax.Array:
+    """One float of each of 64 rows from global memory, in the lanes that hold these rows of an accumulator."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+
+
 def drain(steps, stages: int, empty):
     """Waits until the last stages are released: a block may leave only when nobody will arrive on its barriers."""
 
@@ -222,10 +228,10 @@ def _body(
                     plgpu.barrier_wait(empty.at[slot])
 
                 ks = pl.ds(j * c.block_k, c.block_k)
-                shared = dict(collective_axes="cluster") if c.cluster > 1 else {}
+                shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
                 for box, row in enumerate((row0, row1)):
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
-                    needed = dict(predicate=rows > BOX) if box and c.shares_box and not interpret else {}
+                    needed: Any = dict(predicate=rows > BOX) if box and c.shares_box and not interpret else {}
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
                 columns = pl.ds(col, tile_n)
                 if transposed:
@@ -282,7 +288,7 @@ def _body(
                     value = gated_product(value[:, : acc_n // 2], value[:, acc_n // 2 :], gate)
                 return value.astype(out.dtype)
 
-            return pl.run_scoped(scope, plgpu.ACC((acc_m, acc_n), jnp.float32))
+            return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((acc_m, acc_n), jnp.float32))
 
         def store(value, boxes, rows, first_column):
             chunk = 0
