@@ -2,7 +2,8 @@
 
 T rows, D columns of bfloat16. Bytes that count: the input once, data and scales once. One jitted call quantises many
 input sets that together exceed the L2 cache and returns every result, so that nothing is cached, merged or dropped;
-several such calls are in flight, so that Python does not count. Tensor-wide scales are given, as in serving.
+several such calls are in flight, so that Python does not count. Few rows are timed in a chain inside one jit, where
+each call waits for the one before (one small kernel more for each call). Tensor-wide scales are given, as in serving.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ from jmoe import formats
 from jmoe.formats import FORMATS, QTensor, dequantize, quantize
 
 from . import quantize_peers
-from .common import NoProgress, Progress, Record, copy_bandwidth, num_sets, relative_error
+from .common import NoProgress, Progress, Record, copy_bandwidth, num_sets, relative_error, time_chain
 from .plot import bars
 
 SHAPES = ((16384, 7168), (8192, 4096), (128, 7168))
 QUANTISED = ("mxfp8", "mxfp4", "fp8_128", "fp8_128_ue8m0", "nvfp4", "nvfp4_token", "nvfp4_4o6", "nvfp4_token_4o6")
 DEQUANTISED = ("mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token")
 PEERS = ("mxfp8", "nvfp4")  # formats that torch.compile is asked for
+FEW_ROWS = 256
 SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 
 
 def seconds(f: Callable[[Any], Any], sets: list[Any], *, smoke: bool) -> float:
     """Median seconds of f(one set)."""
+    if sets[0].shape[0] <= FEW_ROWS and not smoke:
+        return time_chain(f, [(s,) for s in sets]).median
     once = jax.jit(f)  # traced and lowered once for all sets
     run = jax.jit(lambda sets: [once(s) for s in sets])
     jax.block_until_ready(run(sets))
@@ -55,7 +59,7 @@ def moved_bytes(name: str, rows: int, columns: int) -> int:
 
 def inputs(rows: int, columns: int, *, smoke: bool) -> list[jax.Array]:
     """bfloat16 N(0,1) input sets, many where one takes only microseconds."""
-    count = 2 if smoke else max(num_sets(2 * rows * columns), 64 if rows <= 256 else 8)
+    count = 2 if smoke else max(num_sets(2 * rows * columns), min(64, 2**30 // (rows * columns)))
     make = jax.jit(lambda key: jax.random.normal(key, (rows, columns), jnp.float32).astype(jnp.bfloat16))
     return [make(jax.random.key(i)) for i in range(count)]
 
@@ -87,7 +91,7 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
         for name in quantised:
             progress.step(f"quantise {name} {rows}x{columns}")
             records.append(_quantise(name, sets, record, smoke))
-        for name in dequantised if rows > 256 or smoke else ():
+        for name in dequantised if rows > FEW_ROWS or smoke else ():
             progress.step(f"dequantise {name} {rows}x{columns}")
             records.append(_dequantise(name, sets, record, smoke))
         del sets
@@ -99,7 +103,7 @@ def _quantise(name: str, sets, record, smoke: bool) -> Record:
     rows, columns = sets[0].shape
     taken = seconds(lambda x: quantize(x, name, global_scale=g), sets, smoke=smoke)
     peers = {"plain XLA": seconds(functools.partial(quantize_peers.plain_xla, name=name), sets, smoke=smoke)}
-    if name in PEERS and rows > 256 and not smoke:
+    if name in PEERS and rows > FEW_ROWS and not smoke:
         compiled = quantize_peers.torch_seconds(name, rows, columns)
         if compiled is not None:
             peers["torch.compile"] = compiled

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def quantize(
     *,
     global_scale: jax.Array | None = None,
     alignment: int = 0,
-    layout: str = "row_major",
+    layout: Literal["row_major", "swizzled"] = "row_major",
     num_valid_rows: jax.Array | None = None,
     implementation: str | None = None,
 ) -> QTensor:
@@ -286,7 +287,7 @@ def _pick(implementation, why: str | None, kernel, plain, args):
 def _quantize_kernel(
     fmt: BlockFormat,
     columns: int,
-    layout: str,
+    layout: Literal["row_major", "swizzled"],
     x: jax.Array,
     *,
     global_scale=None,
@@ -342,7 +343,7 @@ def _quantize_kernel(
             s, amax = exact.exact_div(jnp.ones_like(g), g), jnp.float32(6 * fmt.e4m3_max) * g
         operands["params"] = jnp.stack([s, g, amax, jnp.zeros_like(s)], axis=-1).reshape(matrices, 4)
         g = g if global_scale is None else global_scale
-    if tail is not None:
+    if tail is not None and packed is not None:
         words = (packed.row_bytes - packed.tail_offset) // 4
         operands["tail"] = jnp.pad(tail, ((0, 0), (0, words - tail.shape[1])))
     if rows == 0:
@@ -365,7 +366,7 @@ def _dequantize_kernel(q: QTensor, dtype):
     rows, columns, fmt = math.prod(lead), last * 8 // q.format.bits, q.format
     if rows == 0:
         return jnp.zeros(q.shape, dtype)
-    matrices = q.global_scale.size if fmt.global_scale == "tensor" else 1
+    matrices = q.global_scale.size if fmt.global_scale == "tensor" and q.global_scale is not None else 1
     task = mosaic_sm90.Task(
         fmt,
         rows,
@@ -378,6 +379,6 @@ def _dequantize_kernel(q: QTensor, dtype):
         scale_rows=rows // matrices,
     )
     operands = {"data": q.data.reshape(rows, last), "scale": q.block_scale}
-    if fmt.global_scale:
+    if q.global_scale is not None:
         operands["row_scale"] = q.global_scale.reshape(-1)
     return mosaic_sm90.run_dequantize(mosaic_sm90.tuned(task, decode=True), operands).reshape(q.shape)

@@ -32,7 +32,7 @@ def _asm(results, operands, text, constraints, *, effects=False):
     if len(results) == 1:
         return [llvm.inline_asm(results[0], values, text, constraints, has_side_effects=effects)]
     struct_type = llvm.StructType.get_literal(results)
-    packed = llvm.inline_asm(struct_type, values, text, constraints, has_side_effects=effects)
+    packed = llvm.InlineAsmOp(struct_type, values, text, constraints, has_side_effects=effects).result
     return [llvm.extractvalue(t, packed, ir.DenseI64ArrayAttr.get([i])) for i, t in enumerate(results)]
 
 
@@ -258,7 +258,7 @@ class Ops:
         op = scf.IfOp(condition.v, [d.v.type for d in default], has_else=True)
         with ir.InsertionPoint(op.then_block):
             scf.yield_([v.v for v in fn()])
-        with ir.InsertionPoint(op.else_block):
+        with ir.InsertionPoint(op.else_block):  # pyright: ignore[reportArgumentType, reportCallIssue]
             scf.yield_([d.v for d in default])
         return [U(v) for v in op.results]
 

@@ -186,11 +186,10 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     codes = [o.e4m3x2(o.fmin(base * o.F(factor), o.F(448.0)), o.F(0.0)) for factor in (1.0, 1.5)]
     magnitudes = to_floats(o, [w & (ABS if dtype == "f32" else 0x7FFF7FFF) for w in words], dtype)
     rounded, errors = [], []
-    for code in codes:
-        s, factor = _encode(o, code, nv)
-        if not rounded:
-            y_top = top * factor
-            top_d = y_top * s
+    encoded = [_encode(o, code, nv) for code in codes]
+    y_top = top * encoded[0][1]
+    top_d = y_top * encoded[0][0]
+    for s, factor in encoded:
         kept, error = [], o.F(0.0)
         for a in magnitudes:
             y = a * factor
@@ -227,14 +226,14 @@ def _specified_candidate(o, values, code, nv: NvScale, rule):
     s, factor = _encode(o, code, nv)
     top = o.F(6.0 * rule.e4m3_max)
     one, three_halves = o.div(s * nv.amax, top), o.div(o.F(1.5) * s * nv.amax, top)
-    total, kept = None, []
+    total, kept = o.F(0.0), []
     for v in values:
         r, t = round_e2m1(o, o.fmin(o.abs(v * factor), o.F(6.0)))
         q = o.fma(t, o.F(-ROUND), r)
         odd = o.bits(q).same(o.bits(t * o.F(1.5)))
         d = o.where(odd, t * three_halves, q * one) - o.abs(v) * nv.shift
         term = o.abs(d) if rule.error == "mae" else o.mul_rounded(d, d)
-        total = term if total is None else total + term
+        total = total + term
         kept.append(r)
     return kept, total
 

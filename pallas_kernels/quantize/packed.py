@@ -70,7 +70,7 @@ def quantize_rows_reference(
     x = jnp.pad(x, ((0, 0), (0, columns - x.shape[1])))
     q = reference.quantize(x, fmt, global_scale=global_scale, num_valid_rows=num_valid_rows)
     parts = [(0, _bytes(q.data)), (rows.scale_offset, _bytes(q.block_scale))]
-    if rows.row_scale_offset is not None:
+    if rows.row_scale_offset is not None and q.global_scale is not None:
         parts.append((rows.row_scale_offset, _bytes(q.global_scale[:, None])))
     parts.append((rows.tail_offset, _bytes(tail)))
     out, end = [], 0

@@ -330,6 +330,7 @@ def dequantize(q: QTensor, dtype=jnp.bfloat16) -> jax.Array:
         value = value * scale
     else:
         value = value * exact.e4m3_value(scale)
+        assert q.global_scale is not None
         value = value * q.global_scale.reshape(_prefix(q.global_scale.shape, value.ndim))
     value = value.reshape(*lead, columns * fmt.block)[..., : q.k]
     return exact.to_dtype(value, dtype)
