@@ -34,11 +34,12 @@ def combine_rows_pushed(
 ) -> jax.Array:
     """out[t] = sum over r of rank r's y[own rank * C + slot[t, r]], in float32, r ascending, where slot[t, r] >= 0.
 
-    As `mosaic_combine.combine_rows`, bit for bit. counts: int32 [R], rows that this rank sent to each rank.
+    As `mosaic_combine.combine_rows`, bit for bit. counts: int32 [R], rows that this rank sent to each rank. All blocks
+    must be resident at once: no more of them than multiprocessors.
     """
     width = y.shape[-1]
     num_ranks, tokens = slot.shape[1], slot.shape[0]
-    schedule = schedule or Schedule.for_rows(tokens, row_bytes(y))
+    schedule = schedule or Schedule.for_tokens(tokens)
     stages = max(2, min(schedule.stages, SHARED_MEMORY // (CHUNK * row_bytes(y))))
     length, starts = column_chunks(width)
     out_dtype = jnp.dtype(out_dtype or y.dtype)

@@ -40,9 +40,16 @@ class Schedule:
     wait_limit: int | None = None
 
     @classmethod
-    def for_rows(cls, tokens: int, nbytes: int) -> Schedule:
-        """The schedule measured to be good for `tokens` rows of `nbytes` each on an H200."""
-        return cls(blocks=max(1, min(132, tokens)))
+    def for_tokens(cls, tokens: int, *, stages: int = 8) -> Schedule:
+        """A block for each token, up to one on each multiprocessor. On two H200s with rows of 14336 bytes: 64 blocks
+        are 2.5% slower than 132, 32 blocks 12%; more rows in flight than the defaults gain nothing."""
+        return cls(blocks=max(1, min(multiprocessors(), tokens)), stages=stages)
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the GPUs that JAX sees; an H200's where it sees none and only compiles."""
+    device = jax.devices()[0]
+    return int(getattr(device, "core_count", 0) or 132) if device.platform == "gpu" else 132
 
 
 def stages_for(schedule: Schedule, nbytes: int) -> int:

@@ -113,7 +113,7 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
     tokens = pieces[0].shape[0]
     widths = [piece.shape[1] for piece in pieces]
     nbytes = sum(row_bytes(piece) for piece in pieces)
-    schedule = schedule or Schedule.for_rows(tokens, nbytes)
+    schedule = schedule or Schedule.for_tokens(tokens)
     stages = stages_for(schedule, nbytes)
     in_flight = min(schedule.in_flight, stages - 1)
 

@@ -106,7 +106,7 @@ def push_quantized(
     blocks_per_row = width // fmt.block
     data_bytes = fmt.data_bytes(width)
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
-    schedule = schedule or Schedule(blocks=max(1, min(132, tokens)), stages=9)
+    schedule = schedule or Schedule.for_tokens(tokens, stages=9)
     # A multiple of the quantising warpgroups: each stage belongs to one of them, which misses no phase of it.
     stages = min(schedule.stages, SHARED_MEMORY // (2 * width + row)) // warpgroups * warpgroups
     if stages == 0:

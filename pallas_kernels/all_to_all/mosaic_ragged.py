@@ -44,7 +44,7 @@ def ragged_push(
     while 2 * chunk * nbytes <= CHUNK_BYTES and chunk < 64:
         chunk *= 2
     sizes = [chunk >> shift for shift in range(chunk.bit_length())]  # a chunk of n rows is copied bit by bit of n
-    schedule = schedule or Schedule.for_rows(operand.shape[0], nbytes)
+    schedule = schedule or Schedule.for_tokens(operand.shape[0])
     stages = stages_for(schedule, chunk * nbytes)
     in_flight = min(schedule.in_flight, stages - 1)
     blocks = int32(schedule.blocks)
