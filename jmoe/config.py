@@ -73,7 +73,7 @@ class RouterConfig:
         if self.num_groups is not None:
             _positive("num_groups", self.num_groups)
             _positive("group_topk", self.group_topk)
-            if self.group_topk > self.num_groups:
+            if (self.group_topk or 0) > self.num_groups:
                 raise ValueError(f"group_topk={self.group_topk} exceeds num_groups={self.num_groups}.")
         if self.order == "topk_then_softmax" and (self.score != "softmax" or self.num_groups is not None):
             raise ValueError(
@@ -164,7 +164,7 @@ class MoEConfig:
                 raise ValueError(
                     f"num_experts={self.num_experts} does not divide into router.num_groups={groups} equal groups."
                 )
-            eligible = self.router.group_topk * (self.num_experts // groups)
+            eligible = (self.router.group_topk or 0) * (self.num_experts // groups)
             if eligible < self.num_experts_per_tok:
                 raise ValueError(
                     f"group_topk={self.router.group_topk} groups hold {eligible} experts, fewer than "

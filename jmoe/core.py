@@ -58,7 +58,6 @@ def exchange_and_compute(
         )
     rows = got.x if isinstance(got.x, QTensor) else got.x.astype(config.jnp_dtype)
     quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
-    options = dict(quantize_input=quantize_input, implementation=layer.implementation)
     with jax.named_scope("experts"):
         if backend.form == "batched":
             blocks = (ex.num_local, ex.num_ranks * ex.capacity)
@@ -68,14 +67,23 @@ def exchange_and_compute(
                 got.ids.reshape(blocks) >= 0,
                 experts,
                 config,
+                quantize_input=quantize_input,
                 straight_through=None if through is None else split(through),
-                **options,
+                implementation=layer.implementation,
             ).reshape(backend.num_rows(ex), -1)
         else:
             kind = layer.experts if layer.experts != "auto" else "grouped"
             assert get_experts(kind).form == "standard"
             y = apply_experts(
-                rows, got.ids, got.weights, experts, config, experts=kind, straight_through=through, **options
+                rows,
+                got.ids,
+                got.weights,
+                experts,
+                config,
+                experts=kind,
+                quantize_input=quantize_input,
+                straight_through=through,
+                implementation=layer.implementation,
             )
     with jax.named_scope("combine"):
         out = combine(

@@ -32,7 +32,7 @@ def row_bytes(name: str | BlockFormat, k: int) -> int:
     A tensor-wide scale is one number for the whole array and not counted. ValueError for an unknown name and for weight
     formats, whose scales are shared by 128 rows.
     """
-    if name in PLAIN_BYTES:
+    if isinstance(name, str) and name in PLAIN_BYTES:
         return PLAIN_BYTES[name] * k
     if isinstance(name, str) and name not in FORMATS:
         raise ValueError(f"Wire format {name!r} is not known; choose one of {', '.join(wire_names())}.")
@@ -47,7 +47,7 @@ def row_bytes(name: str | BlockFormat, k: int) -> int:
 
 def bits_per_value(name: str | BlockFormat) -> float:
     """Bits of one value with its share of the block scale, e.g. 8.25 for MXFP8 and 4.5 for NVFP4."""
-    if name in PLAIN_BYTES:
+    if isinstance(name, str) and name in PLAIN_BYTES:
         return 8.0 * PLAIN_BYTES[name]
     fmt = get_format(name)
     return fmt.bits + 8 * fmt.scale_bytes / (fmt.block * fmt.block_rows)
@@ -55,7 +55,7 @@ def bits_per_value(name: str | BlockFormat) -> float:
 
 def describe(name: str | BlockFormat | None) -> str:
     """One line about a format, for people."""
-    if name is None or name in PLAIN_BYTES:
+    if name is None or (isinstance(name, str) and name in PLAIN_BYTES):
         plain = name or "bfloat16"
         return f"{plain}, unquantised, {8 * PLAIN_BYTES[plain]} bits per value"
     fmt = get_format(name)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.quantize import quantize_weights
+from pallas_kernels.quantize import QTensor, quantize_weights
 
 from . import compat
 from .backends import Exchange, exchange_for, get_backend
@@ -227,15 +227,14 @@ def build_moe(
 
 def quantize_params(params: MoEParams, fmt: str) -> MoEParams:
     """The same parameters with expert weights kept in a block format; gate and up of an expert share a global scale."""
-    experts = params.experts
-    return dataclasses.replace(
-        params,
-        experts=dataclasses.replace(
-            experts,
-            gate_up=quantize_weights(experts.gate_up, fmt, scale_axes=(1,)),
-            down=quantize_weights(experts.down, fmt),
-        ),
-    )
+    gate_up, down = params.experts.gate_up, params.experts.down
+    if isinstance(gate_up, QTensor) or isinstance(down, QTensor):
+        raise ValueError(
+            "quantize_params was given expert weights that are quantised already; quantising twice adds up the errors. "
+            "Start from the float weights, or use the parameters as they are."
+        )
+    gate_up, down = quantize_weights(gate_up, fmt, scale_axes=(1,)), quantize_weights(down, fmt)
+    return dataclasses.replace(params, experts=dataclasses.replace(params.experts, gate_up=gate_up, down=down))
 
 
 def moe_local(
@@ -377,16 +376,9 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
             valid = compat.replicate(valid, layer.mesh)
         flags = jnp.ones((tokens,), bool) if valid is None else valid.reshape(-1)
         valid = jnp.pad(flags, (0, pad)) if pad or valid is not None else None
-    specs = MoEParams(
-        router=P(),
-        experts=jax.tree.map(lambda _: P(layer.expert_axis), params.experts),
-        **{
-            field.name: jax.tree.map(lambda _: P(), getattr(params, field.name))
-            for field in dataclasses.fields(MoEParams)
-            if field.name not in ("router", "experts")
-        },
-    )
-    specs = _scalars_replicated(specs, params)
+    # Static scales that are one number for all experts have no axis to split.
+    split = lambda leaf: P(layer.expert_axis) if leaf.ndim else P()  # noqa: E731
+    specs = dataclasses.replace(jax.tree.map(lambda _: P(), params), experts=jax.tree.map(split, params.experts))
     arguments = (params, x, valid, placement, rank_mask)
     in_specs = (
         specs,
@@ -401,12 +393,6 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
     if y.shape[:-1] != lead:
         y = compat.replicate(y, layer.mesh)[:tokens].reshape(*lead, y.shape[-1])
     return y, stats
-
-
-def _scalars_replicated(specs: MoEParams, params: MoEParams) -> MoEParams:
-    """Static scales that are one number for all experts have no axis to split."""
-    experts = jax.tree.map(lambda leaf, spec: spec if getattr(leaf, "ndim", 0) else P(), params.experts, specs.experts)
-    return dataclasses.replace(specs, experts=experts)
 
 
 def _in_physical_order(layer: MoELayer, params: MoEParams, placement: Placement) -> MoEParams:

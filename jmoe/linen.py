@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen
@@ -64,7 +66,11 @@ class MoE(linen.Module):
         )
 
     def _params(self) -> MoEParams:
-        get = self.weights.get
+        weights: dict[str, Any] = self.weights
+
+        def get(name: str) -> Any:
+            return weights.get(name)
+
         return MoEParams(
             experts=ExpertWeights(**{name: get(name) for name in _EXPERTS}),
             correction_bias=None if self.correction_bias is None else self.correction_bias.value,

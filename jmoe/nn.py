@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,9 @@ class MoE(nnx.Module):
             # Flax refuses sharding names without a mesh that has them, so annotate only where there is one.
             mesh = self.mesh or mesh_in_context()
             annotate = sharded and mesh is not None and self.expert_axis in mesh.shape and self.mesh is None
-            names = {"out_sharding": (self.expert_axis, *(None,) * (value.ndim - 1))} if annotate else {}
+            names: dict[str, Any] = (
+                {"out_sharding": (self.expert_axis, *(None,) * (value.ndim - 1))} if annotate else {}
+            )
             setattr(self, name, nnx.Param(value, **names))
 
     @property
@@ -123,7 +126,7 @@ class MoE(nnx.Module):
     def params(self) -> MoEParams:
         """The module's arrays as the pytree that the functional form takes."""
 
-        def value(name):
+        def value(name: str) -> Any:
             variable = getattr(self, name)
             return None if variable is None else variable.get_value()
 

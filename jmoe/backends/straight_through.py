@@ -5,8 +5,6 @@ T tokens on one rank, D hidden size, K experts per token, N received rows.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -43,12 +41,14 @@ def dispatch(
     return Received(got.x, got.ids, received_weights, got.counts), through
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _dispatch(backend, exchange, layout, x, weights, ids, plan, global_scale):
+def _primal(backend, exchange, layout, x, weights, ids, plan, global_scale) -> tuple[Received, jax.Array, jax.Array]:
     got = dispatch_payload(
         x, ids, weights, plan, backend=backend, exchange=exchange, layout=layout, global_scale=global_scale
     )
     return got, jnp.zeros(got.x.shape, x.dtype), got.weights
+
+
+_dispatch = jax.custom_vjp(_primal, nondiff_argnums=(0, 1, 2))
 
 
 def _forward(backend, exchange, layout, x, weights, ids, plan, global_scale):

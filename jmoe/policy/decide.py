@@ -362,15 +362,15 @@ def _requested_wire(config: MoEConfig, quant: QuantConfig, row: BackendRow) -> t
         ]
         instead = f", or use {' or '.join(map(repr, others))}" if others else ""
         raise ValueError(
-            f"Backend {row.name!r} was asked to send wire={quant.wire!r}{': ' + because if because else ''}. It can send "
-            f"{', '.join((*FLOAT_WIRES, *usable))}. Set QuantConfig.wire to one of those or 'auto'{instead}."
+            f"Backend {row.name!r} was asked to send wire={quant.wire!r}{': ' + because if because else ''}. It can "
+            f"send {', '.join((*FLOAT_WIRES, *usable))}. Set QuantConfig.wire to one of those or 'auto'{instead}."
         )
     wanted = activation_format(quant.activations)
     if family(asked) == "nvfp4" and wanted is not None and family(wanted) == "nvfp4_token":
         raise ValueError(
-            f"Backend {row.name!r} was asked to send wire={quant.wire!r} for activations={wanted!r}: a per-tensor payload "
-            f"has no place for a token's scale, and small rows would be lost. Set QuantConfig.wire to {wanted!r}, "
-            f"{config.dtype!r} or 'auto'."
+            f"Backend {row.name!r} was asked to send wire={quant.wire!r} for activations={wanted!r}: a per-tensor "
+            f"payload has no place for a token's scale, and small rows would be lost. Set QuantConfig.wire to "
+            f"{wanted!r}, {config.dtype!r} or 'auto'."
         )
     _check_block(asked, config, f"wire={asked!r}")
     return asked, f"QuantConfig.wire={quant.wire!r} was asked for."
