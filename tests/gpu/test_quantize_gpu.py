@@ -52,9 +52,8 @@ def same(a, b, rows=None):
         else:
             x, y = (np.ascontiguousarray(v).view(np.uint8) for v in (x, y))
         wrong = np.argwhere(x != y)
-        assert not len(wrong), (
-            f"{len(wrong)} differ, the first at {wrong[0]}: {x[tuple(wrong[0])]} {y[tuple(wrong[0])]}"
-        )
+        first = tuple(wrong[0]) if len(wrong) else ()
+        assert not len(wrong), f"{len(wrong)} differ, the first at {first}: {x[first]}, not {y[first]}"
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "implementation", "alignment", "layout"))
