@@ -174,11 +174,13 @@ def test_every_index_is_the_share_of_one_turn():
 
 
 @needs_kernels
-def test_received_rows_start_on_whole_lines():
-    from pallas_kernels.all_to_all.mosaic_common import stride_of
+def test_received_rows_can_start_on_whole_lines():
+    from pallas_kernels.all_to_all.mosaic_common import Schedule, stride_of
 
-    assert [stride_of(w, 1) for w in (128, 4112, 7456, 14400)] == [128, 4224, 7552, 14464]
-    assert [stride_of(w, 2) for w in (7168, 2880, 8)] == [7168, 2880, 64]
+    aligned = Schedule(align_rows=True)
+    assert [stride_of(w, 1, aligned) for w in (128, 4112, 7456, 14400)] == [128, 4224, 7552, 14464]
+    assert [stride_of(w, 2, aligned) for w in (7168, 2880, 8)] == [7168, 2880, 64]
+    assert stride_of(4112, 1, Schedule()) == 4112
 
 
 @needs_kernels

@@ -16,6 +16,8 @@ from pallas_kernels.quantize import QTensor
 from .base import Engine, Exchange
 
 MAX_RANKS = 8  # devices of one process whose memory XLA maps for a kernel
+# Formats whose bytes were compared on GPUs with the kernel as it is; mosaic_push_quantized.FORMATS has more.
+ENCODED_IN_KERNEL = ("mxfp8",)
 _UNIT = 16  # bytes; bulk copies move multiples of this
 
 
@@ -85,7 +87,13 @@ def push_encoding(
     from pallas_kernels.all_to_all import mosaic_push_quantized
 
     fmt = layout.format
-    if isinstance(x, QTensor) or fmt is None or layout.columns != layout.hidden or x.size == 0:
+    if (
+        isinstance(x, QTensor)
+        or fmt is None
+        or fmt.name not in ENCODED_IN_KERNEL
+        or layout.columns != layout.hidden
+        or x.size == 0
+    ):
         return None
     if mosaic_push_quantized.reason_not(x.shape, x.dtype, fmt):
         return None
@@ -116,7 +124,10 @@ def push_encoding(
 def push_apart(
     x: jax.Array, tail: jax.Array, plan: Plan, exchange: Exchange
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`."""
+    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`.
+
+    Not part of ENGINE: its kernel compiles, but has not yet been run on GPUs.
+    """
     from pallas_kernels.all_to_all import mosaic_push
 
     if plan.form == "batched" or x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:

@@ -93,7 +93,7 @@ def column_chunks(width: int) -> tuple[int, list[int]]:
 
 def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dtype, schedule):
     width = y.shape[-1]
-    schedule = schedule or Schedule.for_tokens(tokens, stages=4)  # more rows in flight were slower
+    schedule = schedule or Schedule.for_tokens(tokens)
     stages = stages_for(schedule, row_bytes(y))
     length, starts = column_chunks(width)
     out_dtype = jnp.dtype(out_dtype or y.dtype)

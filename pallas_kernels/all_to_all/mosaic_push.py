@@ -68,7 +68,8 @@ def push_apart(
 ) -> tuple[list[jax.Array], jax.Array]:
     """`push_rows` of several arrays [T, W_i] at once: nobody has to join them before or to part them afterwards.
 
-    Each array's rows are of multiples of 16 bytes. Returns ([received [R, C, W_i] for each], counts int32 [R]).
+    Not yet run on GPUs (compiled and lowered only), so `jmoe.backends.engine` does not use it. Each array's rows are of
+    multiples of 16 bytes. Returns ([received [R, C, W_i] for each], counts int32 [R]).
     """
     num_ranks = slot.shape[1]
     places = standard_places(axis_name, num_ranks, capacity)
@@ -183,7 +184,10 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
     *received, out_counts = plgpu.kernel(
         body,
         out_type=(
-            *(jax.ShapeDtypeStruct((total, stride_of(p.shape[1], p.dtype.itemsize)), p.dtype) for p in pieces),
+            *(
+                jax.ShapeDtypeStruct((total, stride_of(p.shape[1], p.dtype.itemsize, schedule)), p.dtype)
+                for p in pieces
+            ),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[

@@ -259,7 +259,7 @@ def push_quantized(
     out, out_counts = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, stride_of(row, 1)), jnp.uint8),
+            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, stride_of(row, 1, schedule)), jnp.uint8),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
