@@ -118,10 +118,29 @@ def test_entry_points_say_what_they_cannot_do():
 @pytest.mark.parametrize("fmt", [name for name, f in FORMATS.items() if f.block_rows == 1])
 def test_compiling_for_cuda_gives_one_kernel_and_no_cast_of_xlas(fmt):
     scale = jnp.float32(1) if FORMATS[fmt].global_scale == "tensor" else None
-    f = jax.jit(lambda x: quantize(x, fmt, global_scale=scale))
-    text = f.trace(jax.ShapeDtypeStruct((300, 2880), jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+    text = cuda_text(lambda x: quantize(x, fmt, global_scale=scale, implementation="mosaic_sm90"), (300, 2880))
     assert text.count("custom_call @mosaic_gpu") == 1
     assert "f8E8M0" not in text and "stablehlo.reduce" not in text
+
+
+def cuda_text(f, shape):
+    return jax.jit(f).trace(jax.ShapeDtypeStruct(shape, jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("fmt", "shape", "options", "kernels"),
+    [
+        ("mxfp8", (300, 2880), {}, 1),
+        ("nvfp4_token", (300, 4096), {}, 1),
+        ("nvfp4_token", (300, 7168), {}, 0),  # rows that 128 threads do not divide
+        ("nvfp4", (300, 2880), {"global_scale": jnp.float32(1)}, 1),
+        ("nvfp4", (300, 2880), {}, 0),  # scale from the data
+        ("mxfp8", (300, 2880), {"layout": "swizzled"}, 0),
+    ],
+)
+def test_none_takes_only_kernel_paths_that_a_gpu_has_confirmed(fmt, shape, options, kernels):
+    assert cuda_text(lambda x: quantize(x, fmt, **options), shape).count("custom_call @mosaic_gpu") == kernels
 
 
 @needs_kernels

@@ -77,7 +77,6 @@ def _body(
     k_steps = k // _BLOCK
     n_tiles = pl.cdiv(n, c.block_n * c.cluster)
     parts = c.block_n // _PART
-    ahead = next(d for d in (4, 3, 2, 1) if k_steps % d == 0)
     wg = lax.axis_index("wg")
     num_m = num_tiles(schedule, x.shape[0], 2 * BOX, zero_tail=zero_tail)
     blocks = lax.axis_size("block")
@@ -129,21 +128,19 @@ def _body(
 
             first = jnp.where(wg == 0, row0, row1)
 
-            def scales_of(batch):
-                """(row scales [64], scale of each part) for `ahead` steps, read a batch ahead into registers.
+            def scales_of(j):
+                """Row scales [64] and the scale of each part, read a step ahead into registers.
 
-                Rows begin anywhere, which the copy engine does not take for the contiguous axis of an array; and one
-                step is shorter than the way to the L2 cache and back.
+                Rows begin anywhere, which the copy engine does not take for the contiguous axis of an array.
                 """
-                out = []
-                for i in range(ahead):
-                    at = jnp.minimum(batch * ahead + i, k_steps - 1)
-                    rows = load_rows(sx.at[at, pl.ds(first, BOX)])
-                    out.append((rows, tuple(sw[jnp.maximum(weight, 0), b, at] for b in blocks_n)))
-                return tuple(out)
+                at = jnp.minimum(j, k_steps - 1)
+                rows = load_rows(sx.at[at, pl.ds(first, BOX)])
+                return rows, tuple(sw[jnp.maximum(weight, 0), b, at] for b in blocks_n)
 
-            def one_step(step, row_scale, scales, totals):
+            def per_step(j, carry):
+                step, (row_scale, scales), totals = carry
                 slot = lax.rem(step, c.stages)
+                following = scales_of(j + 1)
                 plgpu.barrier_wait(full.at[slot])
                 new = []
                 for p in range(parts):
@@ -157,18 +154,11 @@ def _body(
                     factor = lax.broadcast_in_dim(row_scale * scales[p], (BOX, _PART), (0,))
                     new.append(totals[p] + part * factor)
                 plgpu.barrier_arrive(empty.at[slot])
-                return tuple(new)
-
-            def per_batch(batch, carry):
-                step, now, totals = carry
-                following = scales_of(batch + 1)
-                for i, (row_scale, scales) in enumerate(now):
-                    totals = one_step(step + i, row_scale, scales, totals)
-                return step + ahead, following, totals
+                return step + 1, following, tuple(new)
 
             zero = plgpu.layout_cast(jnp.zeros((BOX, _PART), jnp.float32), plgpu.Layout.WGMMA)
-            batches = jnp.where(weight >= 0, k_steps // ahead, 0)
-            end, _, totals = lax.fori_loop(0, batches, per_batch, (step, scales_of(0), (zero,) * parts))
+            steps = jnp.where(weight >= 0, k_steps, 0)
+            end, _, totals = lax.fori_loop(0, steps, per_step, (step, scales_of(0), (zero,) * parts))
             # The second box of a group with fewer rows than one box is the first again: it has nothing to store.
             my_rows = jnp.where((rows < BOX) & (wg == 1), 0, rows)
             chunk = 0
