@@ -116,7 +116,8 @@ def _input_scale(
         routed = jnp.any(physical >= 0, axis=1, keepdims=True)
         scale = shared_global_scale(jnp.where(routed, x, jnp.zeros((), x.dtype)), per_tensor[0], axis_name)
         return dataclasses.replace(experts, input_scale=scale), scale
-    if decision.quantised_wire:  # the sender does not know which expert will read a row: one number serves all of them
-        scale = uniform_global_scale(scale, axis_name)
-        return dataclasses.replace(experts, input_scale=scale), scale
-    return experts, None
+    if decision.where == "experts" or (decision.form == "batched" and not decision.quantised_wire):
+        return experts, None  # rows are quantised beside their expert, each with that expert's own scale
+    # Whoever quantises a row once for all its experts needs one number that serves every one of them.
+    scale = uniform_global_scale(scale, axis_name)
+    return dataclasses.replace(experts, input_scale=scale), scale

@@ -159,6 +159,21 @@ def test_layer_snr_has_its_floor_and_ceiling_and_who_quantises_changes_nothing(f
     np.testing.assert_array_equal(np.asarray(run(plain, params, x, "nvlink_two_sided", mesh)), sent)
 
 
+def test_F19_static_scales_of_single_experts_become_one_number_wherever_rows_are_quantised_once():
+    config = dataclasses.replace(CONFIG, quant=QuantConfig(activations="nvfp4"))
+    params, x = inputs()
+
+    def scaled(scale):
+        return dataclasses.replace(params, experts=dataclasses.replace(params.experts, input_scale=scale))
+
+    own = scaled(jnp.linspace(0.5, 1.0, E) / 448)
+    sender = np.asarray(run(config, own, x, "nvlink_two_sided", mesh_of((4,))))
+    receiver = np.asarray(run(config, own, x, "deepep_high_throughput", mesh_of((4,))))
+    np.testing.assert_array_equal(receiver, sender)
+    largest = run(config, scaled(jnp.float32(1 / 448)), x, "nvlink_two_sided", mesh_of((4,)))
+    np.testing.assert_array_equal(np.asarray(largest), sender)
+
+
 @pytest.mark.parametrize("backend", STANDARD + BATCHED)
 def test_F46_a_quantised_layer_is_the_same_on_every_backend_and_rank_count(backend):
     fmt = "nvfp4_token" if backend in STANDARD else "nvfp4"
