@@ -472,3 +472,10 @@ def test_the_link_between_devices_is_found(monkeypatch):
     monkeypatch.setattr(jmoe.caps, "peer_matrix", lambda _: None)
     assert detect_link(gpus) == "host"
     assert DeviceCaps.detect().link in LINKS
+
+
+def test_more_gpus_than_the_kernels_serve_move_rows_through_xla_and_say_so():
+    many = dataclasses.replace(HOPPER, num_devices=16)
+    d = decided("mxfp8", "nvlink_one_sided", caps=many, ranks=16)
+    assert d.transport == "xla" and "serve 8 GPUs of a process and there are 16" in d.transport_reason
+    assert decided("mxfp8", caps=many, ranks=16).backend == "nvlink_two_sided"

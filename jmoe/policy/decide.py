@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from pallas_kernels.quantize.formats import FORMATS
 
 from ..backends import get_backend
+from ..backends.engine import MAX_RANKS
 from ..caps import LINKS, DeviceCaps
 from ..config import MoEConfig, QuantConfig
 from . import table
@@ -170,6 +171,8 @@ def remote_writes(caps: DeviceCaps) -> tuple[bool, str]:
         return False, "remote writes work within one process, and the ranks are in several"
     if caps.link == "host":
         return False, "the GPUs have no access to each other's memory"
+    if caps.num_devices > MAX_RANKS:
+        return False, f"the kernels serve {MAX_RANKS} GPUs of a process and there are {caps.num_devices}"
     return True, ""
 
 
