@@ -71,6 +71,7 @@ def start(
         if sent is not None:
             return InFlight(sent[0].reshape(-1, layout.row_bytes), sent[1], None)
     if engine is not None and engine.push_apart is not None and layout.format is None:
+        assert not isinstance(x, QTensor)  # whose layout names a format
         tail = _without_data(layout)
         apart = engine.push_apart(x.astype(layout.dtype), pack(x[:, :0], ids, weights, tail), plan, exchange)
         if apart is not None:

@@ -84,6 +84,7 @@ def _seconds(mesh, step, arrays, small, timer: Timer) -> float:
         for _ in range(timer.calls):
             out = step(small, *arrays)
             small = _after(small, out)
+        assert out is not None  # at least one call
         return out.reshape(-1)[:1], small
 
     return _time(_mapped(mesh, chain), (small, *arrays), timer)
@@ -143,6 +144,7 @@ def _combine_error(mesh, backend, exchange, layout, arrays) -> float:
         plan = backend.plan(ids, exchange)
         shared = dict(backend=backend, exchange=exchange)
         got = dispatch_payload(x, ids, weights, plan, layout=layout, **shared)
+        assert isinstance(got.x, jax.Array)  # a float wire
         out = combine(got.x, weights, plan, recv_ids=got.ids, out_dtype=jnp.float32, **shared)
         if backend.form == "batched":
             times = jnp.sum(jnp.where(plan.target >= 0, weights, 0), axis=1, keepdims=True)

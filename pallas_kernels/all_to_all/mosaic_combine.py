@@ -121,7 +121,7 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
                         def _():
                             plgpu.barrier_wait(empty.at[stage])
 
-                        remote = plgpu.remote_ref(y_ref, {axis_name: peer})
+                        remote = plgpu.remote_ref(y_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                         plgpu.copy_gmem_to_smem(
                             remote.at[pl.ds(row, 1)],
                             ring.at[stage],

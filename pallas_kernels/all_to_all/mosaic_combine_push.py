@@ -58,7 +58,7 @@ def combine_rows_pushed(
         def walk(visit, carry):
             """visit(peer, chunk, rows, carry) for this block's share of the rows that go to each other rank."""
             peers = [peer_of(me, s, num_ranks) for s in range(1, num_ranks)]
-            sizes = [plgpu.remote_ref(counts_ref, {axis_name: peer})[me] for peer in peers]
+            sizes = [plgpu.remote_ref(counts_ref, {axis_name: peer})[me] for peer in peers]  # pyright: ignore[reportArgumentType]
             for s in range(num_ranks):  # this warpgroup has read the counts: their owner may leave
                 pl.semaphore_signal(read, device_id={axis_name: peer_of(me, s, num_ranks)})
             longest = sizes[0]
@@ -94,7 +94,7 @@ def combine_rows_pushed(
                             ring.at[stage, pl.ds(k, 1)],
                             full.at[stage],
                             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                            predicate=rows > k,
+                            predicate=rows > k,  # pyright: ignore[reportCallIssue]
                         )
 
                 return count + (rows > 0).astype(jnp.int32)
@@ -113,7 +113,7 @@ def combine_rows_pushed(
                 @pl.when(rows > 0)
                 def _():
                     plgpu.barrier_wait(full.at[stage])
-                    target = plgpu.remote_ref(arrivals_ref, {axis_name: peer})
+                    target = plgpu.remote_ref(arrivals_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                     for k in range(CHUNK):
                         there = me * int32(capacity) + chunk * int32(CHUNK) + int32(k)
                         plgpu.copy_smem_to_gmem(

@@ -142,7 +142,7 @@ def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_
         index = block + i * int32(blocks)
         peer = lax.div(index, int32(num_local))
         place = me * int32(num_local) + index - peer * int32(num_local)
-        plgpu.remote_ref(out_counts_ref, {axis_name: peer})[place] = counts_ref[index]
+        plgpu.remote_ref(out_counts_ref, {axis_name: peer})[place] = counts_ref[index]  # pyright: ignore[reportArgumentType]
         return ()
 
     total = int32(num_ranks * num_local)

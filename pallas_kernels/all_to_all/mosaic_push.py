@@ -162,7 +162,7 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
                     @pl.when(place >= 0)
                     def _(peer=peer, place=place):
                         for out_ref, ring, width in zip(out_refs, rings, widths, strict=True):
-                            target = plgpu.remote_ref(out_ref, {axis_name: peer})
+                            target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                             plgpu.copy_smem_to_gmem(
                                 ring.at[stage], target.at[pl.ds(place, 1), pl.ds(0, width)], commit_group=False
                             )

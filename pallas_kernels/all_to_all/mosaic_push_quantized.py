@@ -136,7 +136,7 @@ def push_quantized(
     )
     def load_words(_, ref):
         signed = True if nvfp4 else None
-        return mgpu.FragmentedArray.load_untiled(ref, layout=lane_layout.to_mgpu(), is_signed=signed, optimized=False)
+        return mgpu.FragmentedArray.load_untiled(ref, layout=lane_layout.to_mgpu(), is_signed=signed, optimized=False)  # pyright: ignore[reportArgumentType]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), lane_layout))
     def store_data(_, ref, value):
@@ -154,7 +154,7 @@ def push_quantized(
         def quotient(_, value):
             return _round_to_nearest_quotient(numerator, value)
 
-        return quotient(x)
+        return quotient(x)  # pyright: ignore[reportCallIssue]
 
     def body(x_ref, tail_ref, counts_ref, *refs):
         table_refs = refs[: len(tables)]
@@ -166,13 +166,13 @@ def push_quantized(
 
         def load_block(stage, start):
             if nvfp4:
-                return load_words(words.at[stage, pl.ds(start, LANES)])
-            return load_words(rows.at[stage, pl.ds(start, LANES)]).astype(jnp.float32)
+                return load_words(words.at[stage, pl.ds(start, LANES)])  # pyright: ignore[reportCallIssue]
+            return load_words(rows.at[stage, pl.ds(start, LANES)]).astype(jnp.float32)  # pyright: ignore[reportCallIssue]
 
         def write(stage, start, data, scales):
             out = packed.at[stage, 0, pl.ds(0, data_bytes)].reshape(blocks_per_row, data_bytes // blocks_per_row)
-            store_data(out.at[pl.ds(start, LANES)], data)
-            store_scales(packed.at[stage, 0, pl.ds(layout.scale_offset + start, LANES)], scales)
+            store_data(out.at[pl.ds(start, LANES)], data)  # pyright: ignore[reportCallIssue]
+            store_scales(packed.at[stage, 0, pl.ds(layout.scale_offset + start, LANES)], scales)  # pyright: ignore[reportCallIssue]
 
         def quantize_row(stage):
             if not nvfp4:
@@ -185,7 +185,7 @@ def push_quantized(
                 largest = jnp.maximum(largest, encode.finite_or_zero(more))
             stored, *scales = encode.token_scales(lax.broadcast(jnp.max(largest), (LANES,)), fmt, divide)
             for start, block_amax in zip(starts, amax, strict=True):
-                write(stage, start, *encode.nvfp4_blocks(load_block(stage, start), block_amax, *scales, divide))
+                write(stage, start, *encode.nvfp4_blocks(load_block(stage, start), block_amax, *scales, divide))  # pyright: ignore[reportCallIssue]
             bits = jnp.max(lax.bitcast_convert_type(stored, jnp.int32))  # all equal
             for i in range(4):
                 byte = lax.shift_right_logical(bits, int32(8 * i)) & int32(0xFF)
@@ -202,12 +202,12 @@ def push_quantized(
 
                 token = block + i * blocks
                 bounds = dict(oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
-                plgpu.copy_gmem_to_smem(x_ref.at[token], rows.at[stage], full.at[stage], **bounds)
+                plgpu.copy_gmem_to_smem(x_ref.at[token], rows.at[stage], full.at[stage], **bounds)  # pyright: ignore[reportArgumentType]
                 plgpu.copy_gmem_to_smem(
                     tail_ref.at[pl.ds(token, 1)],
                     packed.at[stage, :, pl.ds(layout.tail_start, tail_bytes)],
                     full.at[stage],
-                    **bounds,
+                    **bounds,  # pyright: ignore[reportArgumentType]
                 )
                 return ()
 
@@ -233,7 +233,7 @@ def push_quantized(
 
                     @pl.when(place >= 0)
                     def _(peer=peer, place=place):
-                        target = plgpu.remote_ref(out_ref, {axis_name: peer})
+                        target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                         plgpu.copy_smem_to_gmem(
                             packed.at[stage], target.at[pl.ds(place, 1), pl.ds(0, row)], commit_group=False
                         )
@@ -254,7 +254,7 @@ def push_quantized(
                 send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
 
             plgpu.wait_smem_to_gmem(0)
-            completion(axis_name, num_ranks, schedule, signallers=warpgroups, waiter=role == 1)
+            completion(axis_name, num_ranks, schedule, signallers=warpgroups, waiter=role == 1)  # pyright: ignore[reportArgumentType]
 
     out, out_counts = plgpu.kernel(
         body,
@@ -284,7 +284,7 @@ def _round_to_nearest_quotient(numerator: int, x: mgpu.FragmentedArray) -> mgpu.
     f32 = ir.F32Type.get()
     registers = np.empty_like(x.registers)
     for index in np.ndindex(registers.shape):
-        register = x.registers[index]  # one element
+        register: ir.Value = x.registers[index]  # pyright: ignore[reportAssignmentType]  # one element
         operands = [mgpu.c(float(numerator), f32), vector.extract(register, [], [0])]
         registers[index] = vector.broadcast(
             register.type, llvm.inline_asm(f32, operands, "div.rn.f32 $0, $1, $2;", "=f,f,f")

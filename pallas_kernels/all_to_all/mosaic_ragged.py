@@ -96,7 +96,7 @@ def ragged_push(
                         ring.at[stage, pl.ds(offset, size)],
                         full.at[stage],
                         oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                        predicate=present,
+                        predicate=present,  # pyright: ignore[reportCallIssue]
                     )
 
             walk(visit)
@@ -106,7 +106,7 @@ def ragged_push(
             def visit(count, peer, here, there, rows):
                 stage = lax.rem(count, int32(stages))
                 plgpu.barrier_wait(full.at[stage])
-                target = plgpu.remote_ref(out_ref, {axis_name: peer})
+                target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                 for size, offset, present in pieces(rows):
                     plgpu.copy_smem_to_gmem(
                         ring.at[stage, pl.ds(offset, size)],

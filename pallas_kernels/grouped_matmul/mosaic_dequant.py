@@ -96,7 +96,7 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Arra
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, vector
 
-    wg_swizzle = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+    wg_swizzle = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     outs = 2 if packed.element == "e4m3" else 4
     ptx = _ptx(packed)
     refs = (w_ref,) if scale_ref is None else (w_ref, scale_ref)

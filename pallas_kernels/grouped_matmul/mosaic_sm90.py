@@ -99,8 +99,8 @@ def num_sms() -> int:
 def swizzled(dtype) -> tuple:
     """Transforms of a shared-memory tile that wgmma and TMA both read without bank conflicts."""
     return (
-        plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(SWIZZLE),
+        plgpu.TilingTransform((8, SWIZZLE // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(SWIZZLE),  # pyright: ignore[reportAbstractUsage]
     )
 
 
@@ -122,7 +122,7 @@ def row_views(shape: tuple[int, ...], dtype, *, plain: bool, interpret: bool):
     width = SWIZZLE // jnp.dtype(dtype).itemsize
     views = [
         plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)),
-        plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((1, width)), plgpu.SwizzleTransform(SWIZZLE))),
+        plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((1, width)), plgpu.SwizzleTransform(SWIZZLE))),  # pyright: ignore[reportAbstractUsage]
     ]
     if plain:
         views.append(plgpu.SMEM(shape, dtype))
