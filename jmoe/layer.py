@@ -267,7 +267,8 @@ def moe_local_with_stats(
     rank_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEStats]:
     """As `moe_local`, with the statistics of all ranks' tokens together (equal on every rank)."""
-    y, stats, dropped = _local(layer, params, x, valid, placement, rank_mask)
+    y, logits, ids, dropped = _local(layer, params, x, valid, placement, rank_mask)
+    stats = router_stats(logits, ids, layer.config.router, valid=valid)
     if layer.mesh is not None:
         stats, dropped = jax.lax.psum((stats, dropped), layer.token_axes)
     return y, summarize(stats, dropped)
@@ -286,7 +287,6 @@ def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
             correction_bias=params.correction_bias,
             valid=valid,
         )
-        stats = router_stats(logits, routing.ids, config.router, valid=valid)
     if placement is None:
         placement = even_placement(config.num_experts, layer.num_ranks)
     y, dropped = exchange_and_compute(
@@ -297,7 +297,7 @@ def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
             assert params.shared_down is not None
             shared = shared_expert(x, params.shared_gate_up, params.shared_down, config, gate=params.shared_gate)
             y = y + (shared if valid is None else jnp.where(valid[:, None], shared, jnp.float32(0)))
-    return y.astype(x.dtype), stats, dropped
+    return y.astype(x.dtype), logits, routing.ids, dropped
 
 
 def moe(

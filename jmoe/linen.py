@@ -11,7 +11,7 @@ from flax import linen
 from .config import MoEConfig
 from .experts import ExpertWeights
 from .layer import MoELayer, build_moe, mesh_in_context, moe, moe_with_stats
-from .params import MoEParams, init_params
+from .params import DENSE_PARTS, EXPERT_PARTS, MoEParams, init_params
 from .router import MoEStats
 
 
@@ -48,14 +48,14 @@ class MoE(linen.Module):
             return init_params(key, self.config, dtype=self.param_dtype, num_slots=slots)
 
         shapes = jax.eval_shape(init, jax.random.key(0))
-        leaf = {name: getattr(shapes, name) for name in _PARTS} | {
-            name: getattr(shapes.experts, name) for name in _EXPERTS
+        leaf = {name: getattr(shapes, name) for name in DENSE_PARTS} | {
+            name: getattr(shapes.experts, name) for name in EXPERT_PARTS
         }
 
         def of(name):
             def make(key):
                 params = init(key)
-                return getattr(params.experts if name in _EXPERTS else params, name)
+                return getattr(params.experts if name in EXPERT_PARTS else params, name)
 
             return make
 
@@ -72,9 +72,9 @@ class MoE(linen.Module):
             return weights.get(name)
 
         return MoEParams(
-            experts=ExpertWeights(**{name: get(name) for name in _EXPERTS}),
+            experts=ExpertWeights(**{name: get(name) for name in EXPERT_PARTS}),
             correction_bias=None if self.correction_bias is None else self.correction_bias.value,
-            **{name: get(name) for name in _PARTS},
+            **{name: get(name) for name in DENSE_PARTS},
         )
 
     def __call__(self, x: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
@@ -84,7 +84,3 @@ class MoE(linen.Module):
     def call_with_stats(self, x: jax.Array, *, valid: jax.Array | None = None) -> tuple[jax.Array, MoEStats]:
         """As `__call__`, with the losses and counts of this batch beside the output."""
         return moe_with_stats(self.layer, self._params(), x, valid=valid)
-
-
-_PARTS = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
-_EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")

@@ -18,7 +18,7 @@ from pallas_kernels.quantize import QTensor
 from .config import MoEConfig
 from .experts import ExpertWeights
 from .layer import MoELayer, build_moe, mesh_in_context, moe, moe_with_stats
-from .params import MoEParams, init_params
+from .params import DENSE_PARTS, EXPERT_PARTS, MoEParams, init_params
 from .router import MoEStats
 
 
@@ -34,8 +34,6 @@ class StaticScale(nnx.Variable):
     """A calibrated decode scale of quantised activations: part of the checkpoint, never trained."""
 
 
-_PARTS = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
-_EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")
 _SCALES = ("input_scale", "intermediate_scale")
 
 
@@ -87,9 +85,9 @@ class MoE(nnx.Module):
         _ = self.layer  # every refusal happens when the module is made, not when it is first called
 
     def _set(self, params: MoEParams) -> None:
-        for name in _PARTS:
+        for name in DENSE_PARTS:
             self._set_part(name, getattr(params, name), sharded=False)
-        for name in _EXPERTS:
+        for name in EXPERT_PARTS:
             self._set_part(name, getattr(params.experts, name), sharded=True)
         bias = params.correction_bias
         self.correction_bias = nnx.data(None) if bias is None else CorrectionBias(bias)
@@ -131,9 +129,9 @@ class MoE(nnx.Module):
             return None if variable is None else variable.get_value()
 
         return MoEParams(
-            experts=ExpertWeights(**{name: value(name) for name in (*_EXPERTS, *_SCALES)}),
+            experts=ExpertWeights(**{name: value(name) for name in (*EXPERT_PARTS, *_SCALES)}),
             correction_bias=value("correction_bias"),
-            **{name: value(name) for name in _PARTS},
+            **{name: value(name) for name in DENSE_PARTS},
         )
 
     def __call__(self, x: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:

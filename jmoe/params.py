@@ -15,6 +15,10 @@ from pallas_kernels.quantize import QTensor
 from .config import MoEConfig
 from .experts import ExpertWeights
 
+# Names of the arrays that a Flax module trains: those of MoEParams itself, and those of its experts.
+DENSE_PARTS = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
+EXPERT_PARTS = ("gate_up", "down", "gate_up_bias", "down_bias")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

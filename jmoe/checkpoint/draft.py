@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jmoe.layer import MoELayer
 from jmoe.payload import Workspace
+from jmoe.policy import draft_scheme
 
 from .schemes import Scheme
 
@@ -31,13 +32,13 @@ def draft_format(
       is_moe: False for linear layers, which follow the lists whatever the target does.
     """
     explicit = Scheme(ignore=tuple(fp4_ignore)).ignores(module)
-    if per_token and is_moe and not explicit:
-        return "nvfp4"
-    if Scheme(ignore=tuple(source_ignore)).ignores(module):
-        return None
-    if explicit:
-        return "fp8_128x128" if checkpoint_fp8 else None
-    return "nvfp4"
+    scheme = draft_scheme(
+        per_token=per_token and is_moe,
+        source_ignored=Scheme(ignore=tuple(source_ignore)).ignores(module),
+        fp4_ignored=explicit,
+        checkpoint_fp8=checkpoint_fp8,
+    )
+    return {"nvfp4": "nvfp4", "fp8": "fp8_128x128", "unquantised": None}[scheme]
 
 
 def share_workspace(*layers: MoELayer, tokens: int) -> Workspace:
