@@ -1,0 +1,94 @@
+"""Which kernels a jitted function runs on a GPU, and how long each takes, from the profiler's own records.
+
+The whole of a function is not the sum of its kernels: what is missing is launches, copies and waits between them. A
+benchmark that reports both shows which of the two to work on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel (or copy) of a call, in the order of their starts.
+
+    name: as the driver has it. scope: the `jax.named_scope` path of the operation it came from, "" where unknown.
+    seconds: median over the calls.
+    """
+
+    name: str
+    scope: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """kernels: of one call. span: seconds from the first kernel's start to the last one's end, median over the calls.
+
+    busy: the sum of the kernels' own times.
+    """
+
+    kernels: tuple[Kernel, ...]
+    span: float
+
+    @property
+    def busy(self) -> float:
+        return sum(k.seconds for k in self.kernels)
+
+
+def profile(f: Callable[..., Any], *args: Any, calls: int = 5) -> Profile | None:
+    """The kernels of one call of `f(*args)` on the first GPU; None without a GPU or without the profiler's records."""
+    if jax.default_backend() != "gpu":
+        return None
+    compiled = jax.jit(f).lower(*args).compile()
+    for _ in range(3):
+        jax.block_until_ready(compiled(*args))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(compiled(*args))
+        files = list(Path(folder).rglob("*.xplane.pb"))
+        events = _device_events(files[0]) if files else []
+    if not events or len(events) % calls:
+        return None
+    count = len(events) // calls
+    runs = [events[i * count : (i + 1) * count] for i in range(calls)]
+    scopes = _scopes(compiled.as_text())
+    kernels = tuple(
+        Kernel(name, scopes.get(_plain(name), ""), statistics.median(run[i][2] for run in runs) / 1e9)
+        for i, (_, name, _) in enumerate(runs[0])
+    )
+    span = statistics.median(run[-1][0] + run[-1][2] - run[0][0] for run in runs) / 1e9
+    return Profile(kernels, span)
+
+
+def _device_events(path: Path) -> list[tuple[float, str, float]]:
+    """(start ns, name, duration ns) of everything that ran on the first GPU, in order."""
+    data = jax.profiler.ProfileData.from_file(str(path))
+    events = []
+    for plane in data.planes:
+        if plane.name != "/device:GPU:0":
+            continue
+        for line in plane.lines:
+            if line.name.startswith("Stream"):  # the other lines repeat these events by module and by operation
+                events += [(e.start_ns, e.name, e.duration_ns) for e in line.events]
+    return sorted(events)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^0-9a-zA-Z]", "_", name)
+
+
+def _scopes(hlo: str | None) -> dict[str, str]:
+    """Instruction name (as kernels are named after them) -> op_name of its metadata."""
+    found = re.findall(r'%?([\w.\-]+) = [^\n]*metadata=\{[^}]*op_name="([^"]*)"', hlo or "")
+    return {_plain(name): scope for name, scope in found}
