@@ -1,11 +1,14 @@
 """Moving rows into expert order and back. Gathers in both directions, also in the gradients: no floating-point scatter.
 
+On NVIDIA GPUs the kernels of `mosaic_rows` do it, elsewhere XLA, with the same results.
+
 Letters: N rows, K experts per row, M places in expert order, D columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TypeVar
 
 import jax
@@ -13,7 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..quantize import QTensor
+from . import mosaic_rows
 from .sort import scatter_to_places
+from .thread import environment_obstacle, pick
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -25,21 +30,26 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(keep, taken, jnp.zeros((), x.dtype))
 
 
-@jax.custom_vjp
-def _gather(x, source, position):
+def _take_rows(x: jax.Array, index: jax.Array, implementation: str | None) -> jax.Array:
+    """`_take` of whole rows, index [M]."""
+    why = mosaic_rows.gather_obstacle(x, index.shape[0]) if x.ndim == 2 else f"x has {x.ndim} axes"
+    why = why or environment_obstacle()
+    return pick("gather", implementation, why, lambda a: mosaic_rows.run_gather(*a), lambda a: _take(*a), (x, index))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(implementation, x, source, position):
     del position
-    return _take(x, source)
+    return _take_rows(x, source, implementation)
 
 
-def _gather_fwd(x, source, position):
-    return _gather(x, source, position), position
+def _gather_fwd(implementation, x, source, position):
+    return _gather(implementation, x, source, position), position
 
 
-def _gather_bwd(position, dy):
-    dx = jnp.zeros((position.shape[0], *dy.shape[1:]), jnp.float32)
-    for k in range(position.shape[1]):
-        dx = dx + _take(dy, position[:, k]).astype(jnp.float32)
-    return dx.astype(dy.dtype), None, None
+def _gather_bwd(implementation, position, dy):
+    ones = jnp.ones(position.shape, jnp.float32)
+    return _weighted_sum(dy, position, ones, dy.dtype.name, implementation), None, None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -48,17 +58,18 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 Rows = TypeVar("Rows", jax.Array, QTensor)
 
 
-def gather_rows(x: Rows, source: jax.Array, position: jax.Array) -> Rows:
+def gather_rows(x: Rows, source: jax.Array, position: jax.Array, *, implementation: str | None = None) -> Rows:
     """Rows in expert order: x [N, D] -> [M, D], zeros where source is -1.
 
     Arguments:
         x: float array, or a row-wise QTensor, of which every part is moved (the values of padding rows are never read).
         source: int32 [M], position: int32 [N, K], both of `sort_by_expert`.
+        implementation: "mosaic_sm90", "xla" or None for the best that can.
 
     The gradient of a row is the float32 sum over its K places, in their order. A QTensor is a constant.
     """
     if not isinstance(x, QTensor):
-        return _gather(x, source, position)
+        return _gather(implementation, x, source, position)
     if x.format.block_rows != 1 or x.layout != "row_major":
         raise ValueError(
             f"Rows of a QTensor with format {x.format.name!r} and layout={x.layout!r} cannot be moved one by one; it "
@@ -67,8 +78,8 @@ def gather_rows(x: Rows, source: jax.Array, position: jax.Array) -> Rows:
     scale = x.global_scale
     return dataclasses.replace(
         x,
-        data=_take(x.data, source),
-        block_scale=_take(x.block_scale, source),
+        data=_take_rows(x.data, source, implementation),
+        block_scale=_take_rows(x.block_scale, source, implementation),
         global_scale=_take(scale, source) if scale is not None and scale.ndim else scale,
     )
 
@@ -84,27 +95,52 @@ def _rounded(product: jax.Array, place: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(product, jnp.int32) + zero, jnp.float32)
 
 
-@jax.custom_vjp
-def combine_rows(y: jax.Array, position: jax.Array, weights: jax.Array) -> jax.Array:
-    """Weighted sum of each row's results: y [M, D], position int32 [N, K], weights [N, K] -> float32 [N, D].
-
-    out[n] = sum over k of weights[n, k] * y[position[n, k]], in the order of k, in float32; places of -1 add nothing,
-    whatever their weight is. Deterministic; differentiable in y and weights.
-    """
+def _sum_of_rows(y: jax.Array, position: jax.Array, weights: jax.Array, out_dtype: str) -> jax.Array:
     out = jnp.zeros((position.shape[0], y.shape[1]), jnp.float32)
     for k in range(position.shape[1]):
         place = position[:, k, None]
         term = weights[:, k, None].astype(jnp.float32) * _take(y, position[:, k]).astype(jnp.float32)
         out = out + jnp.where(place >= 0, _rounded(term, place), 0)
-    return out
+    return out.astype(out_dtype)
 
 
-def _combine_fwd(y, position, weights):
-    return combine_rows(y, position, weights), (y, position, weights)
+def _weighted_sum(y, position, weights, out_dtype: str, implementation: str | None) -> jax.Array:
+    why = mosaic_rows.combine_obstacle(y, position, out_dtype) if y.ndim == 2 else f"y has {y.ndim} axes"
+    why = why or environment_obstacle()
+
+    def kernel(args):
+        return mosaic_rows.run_combine(*args, out_dtype=out_dtype)
+
+    return pick(
+        "combine", implementation, why, kernel, lambda args: _sum_of_rows(*args, out_dtype), (y, position, weights)
+    )
 
 
-def _combine_bwd(residuals, dout):
+def combine_rows(
+    y: jax.Array, position: jax.Array, weights: jax.Array, *, out_dtype=jnp.float32, implementation: str | None = None
+) -> jax.Array:
+    """Weighted sum of each row's results: y [M, D], position int32 [N, K], weights float32 [N, K] -> [N, D].
+
+    out[n] = sum over k of weights[n, k] * y[position[n, k]], in the order of k, in float32, then cast to `out_dtype`;
+    places of -1 add nothing, whatever their weight is. Deterministic; differentiable in y and weights.
+    implementation: "mosaic_sm90", "xla" or None for the best that can.
+    """
+    return _combine(jnp.dtype(out_dtype).name, implementation, y, position, weights.astype(jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _combine(out_dtype, implementation, y, position, weights):
+    return _weighted_sum(y, position, weights, out_dtype, implementation)
+
+
+def _combine_fwd(out_dtype, implementation, y, position, weights):
+    return _combine(out_dtype, implementation, y, position, weights), (y, position, weights)
+
+
+def _combine_bwd(out_dtype, implementation, residuals, dout):
+    del out_dtype, implementation
     y, position, weights = residuals
+    dout = dout.astype(jnp.float32)
     n, k = position.shape
     flat = position.reshape(-1)
     entry = scatter_to_places(jnp.arange(n * k, dtype=jnp.int32), flat, y.shape[0])  # [M]
@@ -117,4 +153,4 @@ def _combine_bwd(residuals, dout):
     return dy, None, dw.astype(weights.dtype)
 
 
-combine_rows.defvjp(_combine_fwd, _combine_bwd)
+_combine.defvjp(_combine_fwd, _combine_bwd)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import mosaic_sort
+from .thread import environment_obstacle, pick
+
 CHUNK = 128  # assignments that are ranked against each other; the chunks' counts are int32 [N * K / 128, G]
 
 
@@ -27,16 +30,38 @@ class Sorted(NamedTuple):
     dropped: jax.Array
 
 
-def sort_by_expert(ids: jax.Array, num_groups: int, *, num_places: int | None = None) -> Sorted:
+def sort_by_expert(
+    ids: jax.Array, num_groups: int, *, num_places: int | None = None, implementation: str | None = None
+) -> Sorted:
     """Orders the assignments ids [N, K] by expert; within an expert by row, then by place in the row.
 
     ids: int32; anything outside [0, num_groups) is no assignment. An expert may come more than once in a row.
     num_places: the static number M of places, N * K (always enough) unless given; the assignments that come last are
         dropped if there are more, and counted.
+    implementation: "mosaic_sm90", "xla" or None for the best that can.
     """
     n, k = ids.shape
     total = n * k
     m = total if num_places is None else min(num_places, total)
+    why = environment_obstacle()
+    if total == 0 or m == 0 or total >= 1 << 30:
+        why = f"it sorts 1 to 2^30 assignments into at least one place, not {total} into {m}"
+    elif not 0 < num_groups <= mosaic_sort.MAX_GROUPS:
+        why = f"it takes 1 to {mosaic_sort.MAX_GROUPS} groups, not {num_groups}"
+
+    def kernel(ids):
+        out = mosaic_sort.run_sort(mosaic_sort.make_task(total, k, num_groups, m), ids.reshape(total))
+        return Sorted(out["source"], out["position"].reshape(n, k), out["group_sizes"], out["dropped"].reshape(()))
+
+    def plain(ids):
+        return _sort(ids, num_groups, m)
+
+    return pick("sort", implementation, why, kernel, plain, ids.astype(jnp.int32))
+
+
+def _sort(ids: jax.Array, num_groups: int, m: int) -> Sorted:
+    n, k = ids.shape
+    total = n * k
     chunks = -(-total // CHUNK)
     flat = jnp.where((ids >= 0) & (ids < num_groups), ids, -1).astype(jnp.int32).reshape(total)
     flat = jnp.pad(flat, (0, chunks * CHUNK - total), constant_values=-1).reshape(chunks, CHUNK)

@@ -1,0 +1,150 @@
+"""Moving rows for NVIDIA GPUs: gather into expert order, and the weighted sum back.
+
+N rows, K experts per row, M places, D columns. Every thread moves a few pieces of 16 bytes (4 or 8 where rows are no
+multiple of that), neighbouring pieces by neighbouring threads. Places that hold nothing are not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+
+from ..quantize import lane
+from .thread import Pointer, Thread, U, launch
+
+THREADS = 256
+KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+MAX_K = 32  # each is a load in flight
+NOTHING = 0xFFFFFFFF
+_FILL = 132 * 2048  # threads that fill an H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """places M of rows of `row_bytes`; a piece is `words` words, `pieces` of them to a thread."""
+
+    places: int
+    row_bytes: int
+    words: int
+    pieces: int
+
+    @property
+    def per_row(self) -> int:
+        return self.row_bytes // (4 * self.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Combine:
+    """rows N, top_k K, columns D; dtype of y, out of the result. A piece is 16 bytes of y."""
+
+    rows: int
+    top_k: int
+    columns: int
+    dtype: str
+    out: str
+
+    @property
+    def values(self) -> int:
+        return 4 if self.dtype == "float32" else 8
+
+    @property
+    def per_row(self) -> int:
+        return self.columns // self.values
+
+
+def gather(o: Thread, t: Gather, refs: dict[str, Pointer]):
+    first = o.block() * (THREADS * t.pieces) + o.thread()
+    moves = []
+    for i in range(t.pieces):
+        flat = first + i * THREADS
+        place, piece = flat // t.per_row, flat % t.per_row
+        inside = place < U(t.places)
+        source = refs["source"].at(place, 4).load(1, inside)[0]
+        full = inside & ~source.same(U(NOTHING))
+        moves.append((place, piece, inside, refs["x"].at(source, t.row_bytes, piece * (4 * t.words)), full))
+    values = [at.load(t.words, full) for *_, at, full in moves]
+    for (place, piece, inside, _, _), value in zip(moves, values, strict=True):
+        refs["out"].at(place, t.row_bytes, piece * (4 * t.words)).store(value, inside)
+
+
+def combine(o: Thread, t: Combine, refs: dict[str, Pointer]):
+    kind, out = KINDS[t.dtype], KINDS[t.out]
+    flat = o.block() * THREADS + o.thread()
+    row, piece = flat // t.per_row, flat % t.per_row
+    inside = row < U(t.rows)
+    width = 4 if t.top_k % 4 == 0 else 1
+    positions, weights = (
+        [word for k in range(0, t.top_k, width) for word in refs[name].at(row, 4 * t.top_k, 4 * k).load(width, inside)]
+        for name in ("position", "weights")
+    )
+    full = [inside & ~p.same(U(NOTHING)) for p in positions]
+    row_bytes = t.columns * (4 if kind == "f32" else 2)
+    loaded = [refs["y"].at(p, row_bytes, piece * 16).load(4, here) for p, here in zip(positions, full, strict=True)]
+    total = [o.F(0.0)] * t.values
+    for words, weight, here in zip(loaded, weights, full, strict=True):
+        # A weight without a place may be NaN.
+        factor = o.float(o.where(here, weight, U(0)))
+        values = lane.to_floats(o, words, kind)
+        total = [a + o.mul_rounded(factor, v) for a, v in zip(total, values, strict=True)]
+    if out == "f32":
+        result = [o.bits(v) for v in total]
+    else:
+        result = [o.pack_half(total[i], total[i + 1], out) for i in range(0, t.values, 2)]
+    size = 4 * len(result)
+    at = refs["out"].at(row, t.per_row * size, piece * size)
+    for i in range(0, len(result), 4):
+        words = result[i : i + 4]
+        at.at(None, 0, 4 * i).store(words, inside)
+
+
+def gather_obstacle(x: jax.Array, places: int) -> str | None:
+    row_bytes = x.dtype.itemsize * x.shape[1]
+    if x.shape[0] == 0 or places == 0 or row_bytes == 0:
+        return "there is nothing to move"
+    if row_bytes % 4:
+        return f"rows of {row_bytes} bytes are no multiple of 4"
+    if places * row_bytes // 4 >= 1 << 31:
+        return "it counts pieces in 31 bits"
+    return None
+
+
+def combine_obstacle(y: jax.Array, position: jax.Array, out: str) -> str | None:
+    rows, top_k = position.shape
+    if y.shape[0] == 0 or rows == 0 or not 0 < top_k <= MAX_K:
+        return f"there is nothing to add up, or more than {MAX_K} places of a row"
+    if y.dtype.name not in KINDS or out not in KINDS:
+        return f"it takes {', '.join(KINDS)}"
+    if y.shape[1] % 8:
+        return f"it takes columns in multiples of 8, not {y.shape[1]}"
+    return None
+
+
+def _blocks(pieces: int, per_thread: int) -> int:
+    return -(-pieces // (THREADS * per_thread))
+
+
+@jax.jit
+def run_gather(x: jax.Array, source: jax.Array) -> jax.Array:
+    """x [N, D], source int32 [M] with -1 for none -> [M, D], zeros there."""
+    row_bytes, places = x.dtype.itemsize * x.shape[1], source.shape[0]
+    words = next(w for w in (4, 2, 1) if row_bytes % (4 * w) == 0)
+    count = places * row_bytes // (4 * words)
+    pieces = next(p for p in (4, 2, 1) if p == 1 or count >= p * _FILL)
+    task = Gather(places, row_bytes, words, pieces)
+    out = {"out": jax.ShapeDtypeStruct((places, x.shape[1]), x.dtype)}
+    operands = {"x": x, "source": source}
+    blocks = _blocks(count, pieces)
+    return launch(gather, task, operands, out, blocks=blocks, threads=THREADS, name="gather_rows")["out"]
+
+
+@functools.partial(jax.jit, static_argnames="out_dtype")
+def run_combine(y: jax.Array, position: jax.Array, weights: jax.Array, *, out_dtype: str) -> jax.Array:
+    """y [M, D], position int32 [N, K], weights float32 [N, K] -> [N, D] of out_dtype."""
+    rows, top_k = position.shape
+    task = Combine(rows, top_k, y.shape[1], y.dtype.name, out_dtype)
+    out = {"out": jax.ShapeDtypeStruct((rows, y.shape[1]), out_dtype)}
+    operands = {"y": y, "position": position, "weights": weights}
+    blocks = _blocks(rows * task.per_row, 1)
+    return launch(combine, task, operands, out, blocks=blocks, threads=THREADS, name="combine_rows")["out"]

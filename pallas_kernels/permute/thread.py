@@ -1,0 +1,155 @@
+"""Kernels written for one thread, as those of `quantize.emit`: what sorting, moving rows and routing need beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+from ..quantize.emit import F, Ops, P, Pointer, U, _asm, _i32
+
+_JAX = tuple(int(p) for p in jax.__version__.split(".")[:2])
+IMPLEMENTATIONS = ("mosaic_sm90", "xla")
+#: Kernels that have passed tests/gpu since their last change; the others run only where they are asked for.
+CONFIRMED: set[str] = set()
+
+
+class Thread(Ops):
+    """Operations of one thread that involve its warp or block, and loops."""
+
+    def lane(self) -> U:
+        return self.thread() & 31
+
+    def _of_warp(self, text: str, a: U) -> U:
+        return U(_asm([_i32()], [a], text, "=r,r", effects=True)[0])
+
+    def warp_min(self, a: U) -> U:
+        return self._of_warp("redux.sync.min.u32 $0, $1, 0xffffffff;", a)
+
+    def warp_add(self, a: U) -> U:
+        return self._of_warp("redux.sync.add.u32 $0, $1, 0xffffffff;", a)
+
+    def warp_or(self, a: U) -> U:
+        return self._of_warp("redux.sync.or.b32 $0, $1, 0xffffffff;", a)
+
+    def match(self, a: U) -> U:
+        """Bit mask of the warp's threads that hold the same value."""
+        return self._of_warp("match.any.sync.b32 $0, $1, 0xffffffff;", a)
+
+    def shuffle_up(self, a: U, distance: int) -> U:
+        """The value of the thread `distance` below in the warp; the own one where there is none."""
+        return self._of_warp(f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;", a)
+
+    def popcount(self, a: U) -> U:
+        return U(_asm([_i32()], [a], "popc.b32 $0, $1;", "=r,r")[0])
+
+    def add_shared(self, at: Pointer, value: U, where: P):
+        """Atomic addition to a word of shared memory."""
+        text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$0], $1; }"
+        operands = [at.address, value, arith.extui(_i32(), where.v)]
+        _asm([], operands, text, "l,r,r,~{memory}", effects=True)
+
+    def loop(self, count: int, body: Callable[..., Sequence[U]], carry: Sequence[U] = ()) -> list[U]:
+        """carry = body(i, *carry) for i = 0 .. count - 1."""
+        index = ir.IndexType.get()
+        bounds = [arith.constant(index, v) for v in (0, count, 1)]
+        op = scf.ForOp(*bounds, [c.v for c in carry])
+        with ir.InsertionPoint(op.body):
+            i = U(arith.index_cast(_i32(), op.induction_variable))
+            scf.yield_([v.v for v in body(i, *(U(a) for a in op.inner_iter_args))])
+        return [U(v) for v in op.results]
+
+
+def environment_obstacle() -> str | None:
+    """Why no kernel of this kind can run, None where one can (or where a program is compiled for another machine)."""
+    if _JAX < (0, 11):
+        return f"it needs JAX >= 0.11 (this is {jax.__version__})"
+    try:
+        capability = float(jax.devices("gpu")[0].compute_capability)
+    except (RuntimeError, AttributeError, ValueError):
+        return None
+    return (
+        None if capability >= 9.0 else f"it needs a GPU of compute capability 9.0 or later (this one has {capability})"
+    )
+
+
+def launch(
+    program: Callable[[Thread, Any, dict], None],
+    task: Any,
+    operands: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    blocks: int,
+    threads: int,
+    scratch_words: int = 0,
+    name: str,
+) -> dict[str, jax.Array]:
+    """Run `program(thread, task, pointers by name)` on `blocks` blocks of `threads` threads; "scratch" is shared."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    names = (*operands, *outputs)
+
+    def body(*refs):
+        @plgpu.inline_mgpu(arg_types=tuple(plgpu.RefType() for _ in refs))
+        def emit(ctx, *memrefs):
+            del ctx
+            pointers = {n: Pointer(r) for n, r in zip(names, memrefs, strict=False)}
+            if scratch_words:
+                pointers["scratch"] = Pointer(memrefs[-1], shared=True)
+            program(Thread(), task, pointers)
+
+        emit(*refs)
+
+    groups = threads // 128
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=(plgpu.SMEM((scratch_words,), jnp.int32),) if scratch_words else (),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        num_threads=groups if groups > 1 else None,
+        thread_name="group" if groups > 1 else None,
+        kernel_name=name,
+    )
+    return dict(zip(outputs, kernel(*operands.values()), strict=True))
+
+
+def pick(name: str, implementation: str | None, why_not: str | None, kernel, plain, args: Any) -> Any:
+    """kernel(args) on NVIDIA GPUs where nothing speaks against it, else plain(args); both of pytrees of arrays.
+
+    name: of the kernel, as in CONFIRMED.
+    ValueError for an unknown name, and for "mosaic_sm90" where `why_not` says why it cannot be.
+    """
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation={implementation!r} is not known; choose None or one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    if implementation == "mosaic_sm90" and why_not:
+        raise ValueError(f"implementation='mosaic_sm90' cannot do this: {why_not}; use 'xla' or None.")
+    if implementation == "xla" or why_not or (implementation is None and name not in CONFIRMED):
+        return plain(args)
+
+    @jax.custom_batching.custom_vmap
+    def batchable(args):
+        return kernel(args)
+
+    @batchable.def_vmap
+    def _(axis_size, in_batched, args):
+        del axis_size
+        leaves, tree = jax.tree.flatten(args)
+        axes = [0 if batched else None for batched in jax.tree.leaves(in_batched)]
+        out = jax.vmap(lambda *leaves: plain(jax.tree.unflatten(tree, leaves)), in_axes=axes)(*leaves)
+        return out, jax.tree.map(lambda _: True, out)
+
+    if implementation == "mosaic_sm90":
+        return batchable(args)
+    return lax.platform_dependent(args, cuda=batchable, default=plain)
+
+
+__all__ = ["F", "P", "Pointer", "Thread", "U", "environment_obstacle", "launch", "pick"]

@@ -1,0 +1,79 @@
+"""Runs the kernels of `pallas_kernels.permute` and `.route` with numpy: all threads of a grid at once, in lockstep."""
+
+import jax.numpy as jnp
+import numpy as np
+from quantize_emulator import POISON, Machine, Memory
+from quantize_numpy import U
+
+
+def warps(a, fn):
+    """fn([warps, 32]) -> [warps, 32] or [warps]."""
+    out = fn(np.asarray(a).reshape(-1, 32))
+    return U((np.repeat(out, 32) if out.ndim == 1 else out.reshape(-1)).astype(np.uint32))
+
+
+class Threads(Machine):
+    """`thread.Thread`. Loops are Python's; every thread takes every turn."""
+
+    def all(self, a):
+        return np.broadcast_to(np.asarray(a), self.active.shape)
+
+    def lane(self):
+        return self.thread() & 31
+
+    def warp_max(self, a):
+        return warps(self.all(a), lambda w: w.max(1))
+
+    def warp_min(self, a):
+        return warps(self.all(a), lambda w: w.min(1))
+
+    def warp_add(self, a):
+        return warps(self.all(a), lambda w: w.sum(1, dtype=np.uint32))
+
+    def warp_or(self, a):
+        return warps(self.all(a), lambda w: np.bitwise_or.reduce(w, axis=1))
+
+    def match(self, a):
+        bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+        return warps(self.all(a), lambda w: ((w[:, :, None] == w[:, None, :]) * bits).sum(2))
+
+    def shuffle_up(self, a, distance):
+        return warps(self.all(a), lambda w: np.concatenate([w[:, :distance], w[:, :-distance]], axis=1))
+
+    def popcount(self, a):
+        return U(np.bitwise_count(np.asarray(self.all(a), np.uint32)))
+
+    def add_shared(self, at, value, where):
+        on, start = at._places(4, where)
+        words = at.data.view(np.uint32)
+        np.add.at(words, start[on] // 4, self.all(value)[on].astype(np.uint32))
+
+    def loop(self, count, body, carry=()):
+        carry = tuple(U(c) for c in carry)
+        for i in range(count):
+            carry = tuple(body(U(i), *carry))
+        return list(carry)
+
+
+def launch(program, task, operands, outputs, *, blocks, threads, scratch_words=0, name):
+    machine = Threads(blocks, threads)
+    Memory.machine = machine
+    data = {n: np.ascontiguousarray(np.asarray(v)).reshape(-1).view(np.uint8) for n, v in operands.items()}
+    sizes = {n: int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for n, v in outputs.items()}
+    data.update({n: np.full(size, POISON, np.uint8) for n, size in sizes.items()})
+    pointers = {n: Memory(d) for n, d in data.items()}
+    if scratch_words:
+        pointers["scratch"] = Memory(np.full(blocks * scratch_words * 4, POISON, np.uint8), shared=True)
+    with np.errstate(all="ignore"):
+        program(machine, task, pointers)
+    return {n: jnp.asarray(data[n].view(np.dtype(v.dtype)).reshape(v.shape)) for n, v in outputs.items()}
+
+
+def install(monkeypatch, *modules):
+    """Make these kernel modules run here."""
+    for module in modules:
+        for attribute, double in (("U", U), ("Pointer", Memory), ("launch", launch)):
+            monkeypatch.setattr(module, attribute, double, raising=False)
+        for name in dir(module):
+            if name.startswith("run_"):
+                monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)

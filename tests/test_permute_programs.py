@@ -1,0 +1,55 @@
+"""The kernels that sort and move rows, run thread by thread on the host, against their XLA forms."""
+
+import jax.numpy as jnp
+import numpy as np
+import permute_emulator
+import pytest
+
+from pallas_kernels.permute import mosaic_rows, mosaic_sort
+from pallas_kernels.permute.rows import _sum_of_rows, _take
+from pallas_kernels.permute.sort import _sort
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch):
+    permute_emulator.install(monkeypatch, mosaic_sort, mosaic_rows)
+
+
+@pytest.mark.parametrize("run", ["one block", "several blocks"])
+@pytest.mark.parametrize("n,k,groups,places", [(1, 8, 128, 8), (300, 2, 5, 600), (70, 8, 200, 400), (130, 1, 1, 130)])
+def test_sort_kernels_equal_the_xla_sort(rng, monkeypatch, run, n, k, groups, places):
+    if run == "several blocks":
+        monkeypatch.setattr(mosaic_sort, "ONE_BLOCK", 0)
+        monkeypatch.setattr(mosaic_sort, "MAX_BLOCKS", 2)
+    for low, high in ((0, groups), (-2, groups + 2), (groups - 1, groups), (-1, 0)):
+        ids = jnp.asarray(rng.integers(low, high, (n, k)), jnp.int32)
+        task = mosaic_sort.make_task(n * k, k, groups, places)
+        assert task.blocks == 1 or run == "several blocks"
+        out = mosaic_sort.run_sort(task, ids.reshape(-1))
+        expected = _sort(ids, groups, places)
+        np.testing.assert_array_equal(out["source"], expected.source)
+        np.testing.assert_array_equal(out["position"].reshape(n, k), expected.position)
+        np.testing.assert_array_equal(out["group_sizes"], expected.group_sizes)
+        np.testing.assert_array_equal(out["dropped"], expected.dropped[None])
+
+
+def test_tasks_of_large_sorts_share_the_work_among_blocks():
+    task = mosaic_sort.make_task(32768 * 8, 8, 128, 32768 * 8)
+    assert 100 <= task.blocks <= mosaic_sort.MAX_BLOCKS and task.run * task.blocks >= task.total
+
+
+@pytest.mark.parametrize("dtype,columns", [("bfloat16", 24), ("float32", 12), ("uint8", 36), ("float32", 1)])
+def test_gather_kernel_moves_whole_rows_and_fills_zeros(rng, dtype, columns):
+    x = jnp.asarray(rng.integers(1, 100, (13, columns)), dtype)
+    source = jnp.asarray(rng.integers(-1, 13, 50), jnp.int32)
+    np.testing.assert_array_equal(mosaic_rows.run_gather(x, source), _take(x, source))
+
+
+@pytest.mark.parametrize("dtype,out", [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])
+@pytest.mark.parametrize("k", [3, 8])
+def test_combine_kernel_adds_in_order_and_skips_empty_places(rng, dtype, out, k):
+    y = jnp.asarray(rng.standard_normal((40, 24)), dtype)
+    position = jnp.asarray(rng.integers(-1, 40, (17, k)), jnp.int32)
+    weights = jnp.asarray(np.where(position < 0, np.nan, rng.standard_normal((17, k))), jnp.float32)
+    got = mosaic_rows.run_combine(y, position, weights, out_dtype=out)
+    np.testing.assert_array_equal(got, _sum_of_rows(y, position, weights, out))
