@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..quantize import QTensor
-from . import mosaic_entry, portable
+from . import mosaic_entry, portable, triton_entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Implementation:
 
     why_not: a reason why it cannot do a Problem, or None if it can. forward, dlhs, drhs: functions with the signatures
     of `portable.grouped_matmul`, `grouped_matmul_dlhs` and `grouped_matmul_drhs`; why_not is asked for each separately.
+    opt_in: only used where it is named, because it has not been run on its hardware yet.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Implementation:
     forward: Callable[..., jax.Array]
     dlhs: Callable[..., jax.Array]
     drhs: Callable[..., jax.Array]
+    opt_in: bool = False
 
 
 # In the order of preference. "portable" does everything and comes last.
@@ -64,6 +66,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         drhs=mosaic_entry.drhs,
     ),
     Implementation(
+        name="triton",
+        why_not=triton_entry.why_not,
+        forward=triton_entry.forward,
+        dlhs=triton_entry.dlhs,
+        drhs=triton_entry.drhs,
+    ),
+    Implementation(
         name="portable",
         why_not=lambda problem: None,
         forward=portable.grouped_matmul,
@@ -74,14 +83,15 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 
 
 def choose(problem: Problem, implementation: str | None = None) -> Implementation:
-    """The implementation called `implementation`, or for None the first that can do `problem`.
+    """The implementation called `implementation`, or for None the first that can do `problem` and is not opt-in.
 
     ValueError if there is none of that name, or if it cannot do the problem: the message has its reason and those that
         can.
     """
-    able = [i.name for i in IMPLEMENTATIONS if i.why_not(problem) is None]
+    able = [i for i in IMPLEMENTATIONS if i.why_not(problem) is None]
+    default = next(i for i in able if not i.opt_in)
     if implementation is None:
-        return next(i for i in IMPLEMENTATIONS if i.name == able[0])
+        return default
     found = next((i for i in IMPLEMENTATIONS if i.name == implementation), None)
     if found is None:
         raise ValueError(
@@ -92,7 +102,7 @@ def choose(problem: Problem, implementation: str | None = None) -> Implementatio
     if reason is not None:
         raise ValueError(
             f"grouped_matmul cannot use implementation={implementation!r} here: {reason}. "
-            f"These can: {', '.join(map(repr, able))}; None chooses {able[0]!r}."
+            f"These can: {', '.join(repr(i.name) for i in able)}; None chooses {default.name!r}."
         )
     return found
 
