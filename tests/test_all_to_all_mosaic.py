@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from quantize_emulator import Machine, Memory
 
 from jmoe import compat
 from jmoe.backends import Engine, dispatch_payload, exchange_for, get_backend
@@ -37,35 +38,39 @@ def hard_rows(rng, rows, width):
     return x
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8_floor"])
-def test_mxfp8_in_registers_equals_the_reference(rng, name):
-    x = jnp.asarray(hard_rows(rng, 24, 256))
-    want = jax.jit(functools.partial(quantize, fmt=name))(x)
-    code, scale = jax.jit(lambda v: encode.mxfp8_blocks(v.astype(jnp.float32).reshape(-1, 32), FORMATS[name]))(x)
-    np.testing.assert_array_equal(np.asarray(scale).reshape(24, -1), np.asarray(want.block_scale))
-    # XLA on a CPU flushes subnormals, which the GPU keeps: rows that hold them are compared there
-    normal = np.asarray(jnp.all((jnp.abs(x) >= 2.0**-100) | (x == 0) | jnp.isnan(x), axis=1))
-    assert normal.sum() >= 20
-    got = np.asarray(code).reshape(24, -1)
-    np.testing.assert_array_equal(got[normal], np.asarray(want.data).view(np.uint8)[normal])
-
-
-def test_nvfp4_per_token_in_registers_equals_the_reference(rng):
-    x = hard_rows(rng, 24, 256)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.row_local])
+@pytest.mark.parametrize("width", [384, 2688, 4096])
+def test_a_row_quantised_in_shared_memory_has_the_references_bytes(rng, name, width):
+    """The threads of one warpgroup, run on the host, against quantising and packing."""
+    fmt, layout = FORMATS[name], row_layout(width, name, 2)
+    x = hard_rows(rng, 10, width)
     x[9, 100] = np.inf
-    want = jax.jit(functools.partial(quantize, fmt="nvfp4_token"))(jnp.asarray(x))
-    words = jnp.asarray(x.view(np.uint32).view(np.int32)).reshape(24, 16, 8)
-
-    def row(words):
-        amax = encode.pair_amax(words)
-        largest = jnp.broadcast_to(jnp.max(encode.finite_or_zero(amax)), amax.shape)
-        stored, *scales = encode.token_scales(largest, FORMATS["nvfp4_token"])
-        return *encode.nvfp4_blocks(words, amax, *scales), stored[0]
-
-    data, scale, stored = jax.lax.map(row, words)
-    np.testing.assert_array_equal(np.asarray(data).reshape(24, -1), np.asarray(want.data))
-    np.testing.assert_array_equal(np.asarray(scale), np.asarray(want.block_scale).view(np.uint8))
-    np.testing.assert_array_equal(np.asarray(stored), np.asarray(want.global_scale))
+    ids = rng.integers(0, 8, (10, 2)).astype(np.int32)
+    weights = rng.random((10, 2), np.float32)
+    want = np.asarray(jax.jit(lambda v, i, w: pack(quantize(v, name), i, w, layout))(jnp.asarray(x), ids, weights))
+    place = encode.PackedRow(layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes)
+    got = want.copy()
+    got[:, : layout.ids_offset] = 0xA5
+    got[:, place.tail_start : layout.ids_offset] = 0  # as the tail's copy leaves it
+    machine = Machine(1, encode.THREADS)
+    Memory.machine = machine
+    for i in range(10):
+        parts = (x[i].view(np.uint8), got[i], np.zeros(16, np.uint8))
+        memory = (Memory(part, shared=True) for part in parts)
+        with np.errstate(all="ignore"):
+            encode.encode_row(machine, fmt, x.dtype.name, width, place, *memory, machine.barrier)
+    ends = [
+        layout.data_bytes,
+        layout.scale_offset + layout.scale_bytes,
+        layout.row_scale_offset + layout.row_scale_bytes,
+    ]
+    starts = [0, layout.scale_offset, layout.row_scale_offset]
+    written = np.zeros(layout.row_bytes, bool)
+    for start, end in zip(starts, ends, strict=True):
+        written[start:end] = True
+    np.testing.assert_array_equal(got[:, written], want[:, written])
+    np.testing.assert_array_equal(got[:, layout.ids_offset :], want[:, layout.ids_offset :])
 
 
 def lowered(ranks, function, *shapes):
@@ -130,11 +135,9 @@ def kernels(ranks, tokens=16):
             [((tokens, 64), bf16), ((tokens, 64), bf16)] + [((3 * ranks,), i32)] * 3,
         ),
     }
-    for name, width in (("mxfp8", 4096), ("nvfp4_token", 2880)):
+    for name, width in (("mxfp8", 2880), ("nvfp4_token", 2880), ("fp8_128", 4096)):
         layout = row_layout(width, name, 4)
-        row = mosaic_push_quantized.PackedRow(
-            layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes
-        )
+        row = encode.PackedRow(layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes)
         cases[name] = (
             functools.partial(mosaic_push_quantized.push_quantized, fmt=name, layout=row, **common),
             [
@@ -213,10 +216,10 @@ def test_what_the_kernel_cannot_quantise_is_named():
     from pallas_kernels.all_to_all.mosaic_push_quantized import reason_not
 
     assert reason_not((4, 7168), jnp.bfloat16, "mxfp8") is None
-    assert reason_not((4, 2880), jnp.bfloat16, "nvfp4_token") is None
-    assert "4096" in reason_not((4, 2880), jnp.bfloat16, "mxfp8")
-    assert "bfloat16" in reason_not((4, 7168), jnp.float32, "mxfp8")
-    assert "nvfp4_token" in reason_not((4, 7168), jnp.bfloat16, "nvfp4")
+    assert reason_not((4, 2880), jnp.float32, "nvfp4_token") is None
+    assert "blocks of 128" in reason_not((4, 2880), jnp.bfloat16, "fp8_128")
+    assert "not int8" in reason_not((4, 7168), jnp.int8, "mxfp8")
+    assert "rows share" in reason_not((4, 7168), jnp.bfloat16, "nvfp4")
 
 
 def test_the_engine_says_which_devices_it_cannot_serve():

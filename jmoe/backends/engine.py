@@ -16,8 +16,6 @@ from pallas_kernels.quantize import QTensor
 from .base import Engine, Exchange
 
 MAX_RANKS = 8  # devices of one process whose memory XLA maps for a kernel
-# Formats whose bytes were compared on GPUs with the kernel as it is; mosaic_push_quantized.FORMATS has more.
-ENCODED_IN_KERNEL = ("mxfp8",)
 _UNIT = 16  # bytes; bulk copies move multiples of this
 
 
@@ -87,13 +85,7 @@ def push_encoding(
     from pallas_kernels.all_to_all import mosaic_push_quantized
 
     fmt = layout.format
-    if (
-        isinstance(x, QTensor)
-        or fmt is None
-        or fmt.name not in ENCODED_IN_KERNEL
-        or layout.columns != layout.hidden
-        or x.size == 0
-    ):
+    if isinstance(x, QTensor) or fmt is None or layout.columns != layout.hidden or x.size == 0:
         return None
     if mosaic_push_quantized.reason_not(x.shape, x.dtype, fmt):
         return None

@@ -238,6 +238,21 @@ def _specified_candidate(o, values, code, nv: NvScale, rule):
     return kept, total
 
 
+def encode_unit(o, words, dtype: str, values, lanes: int, nv: NvScale | None, fmt: BlockFormat):
+    """(words of codes, scale) of one thread's values; `lanes` neighbouring threads share a block. nv: formats that have
+    a global scale."""
+    amax = group_max(o, amax_bits(o, words, dtype), lanes)
+    if nv is not None:
+        return nvfp4_block(o, words, dtype, amax, nv, fmt)
+    scale, factor = (mx_scale if fmt.scale == "e8m0" else fp8_scale)(o, amax, fmt)
+    scaled = [v * factor for v in values]
+    if fmt.element == "e4m3":
+        return e4m3_words(o, scaled), scale
+    rounded = [round_saturated(o, y) for y in scaled]
+    nan = scale.same(o.U(255))
+    return [o.where(nan, o.U(0), w) for w in e2m1_words(o, rounded, sign_words(o, words, dtype))], scale
+
+
 def swiglu(o, gate, up, activation: str, alpha: float, limit: float):
     """act(gate) * up in float32. "silu", or "swiglu_oai": clip(g) * sigmoid(alpha*g) * (clip(u) + 1)."""
     if activation == "swiglu_oai":

@@ -231,20 +231,8 @@ class _Io:
 
 def _quantize_unit(o: Ops, io: _Io, row: U, unit: U, loaded, nv: lane.NvScale | None):
     """Scale, round and store one unit."""
-    task, fmt = io.task, io.task.fmt
     words, kind, values = io.values(loaded)
-    amax = lane.group_max(o, lane.amax_bits(o, words, kind), task.lanes)
-    if nv is not None:
-        out, scale = lane.nvfp4_block(o, words, kind, amax, nv, fmt)
-    else:
-        scale, factor = (lane.mx_scale if fmt.scale == "e8m0" else lane.fp8_scale)(o, amax, fmt)
-        scaled = [v * factor for v in values]
-        if fmt.element == "e4m3":
-            out = lane.e4m3_words(o, scaled)
-        else:
-            rounded = [lane.round_saturated(o, y) for y in scaled]
-            nan = scale.same(U(255))
-            out = [o.where(nan, U(0), w) for w in lane.e2m1_words(o, rounded, lane.sign_words(o, words, kind))]
+    out, scale = lane.encode_unit(o, words, kind, values, io.task.lanes, nv, io.task.fmt)
     io.store_data(row, unit, out)
     io.store_scale(row, unit, scale)
 
