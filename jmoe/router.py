@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .config import RouterConfig
+from pallas_kernels.route import Rule, choose_experts
+from pallas_kernels.route.reference import NORMALIZE_EPS
 
-NORMALIZE_EPS = 1e-20  # as DeepSeek-V3 does; does not change a float32 sum that is above 1e-12
+from .config import RouterConfig
 
 
 @jax.tree_util.register_dataclass
@@ -34,13 +35,15 @@ class Routing:
 def router_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [T, D] times weight [E, D] transposed, plus bias [E]; float32 [T, E], at full float32 precision.
 
-    Inputs that are not float32 already are converted: near-ties decide which expert a token sees, and rounding logits
-    to bfloat16 would make that depend on the layout of the matmul.
+    Near-ties decide which expert a token sees, so logits are never rounded to 16 bits. Where both operands have 16 bits
+    their products are exact in float32 and are added up in float32 by the matrix unit; otherwise both are converted.
     """
     f32 = jnp.float32
-    logits = lax.dot_general(
-        x.astype(f32), weight.astype(f32), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
-    )  # [T, E]
+    contract = (((1,), (1,)), ((), ()))
+    if x.dtype == weight.dtype and x.dtype.itemsize == 2:
+        logits = lax.dot_general(x, weight, contract, preferred_element_type=f32)  # [T, E]
+    else:
+        logits = lax.dot_general(x.astype(f32), weight.astype(f32), contract, precision=lax.Precision.HIGHEST)
     return logits if bias is None else logits + bias.astype(f32)[None, :]
 
 
@@ -62,26 +65,10 @@ def route(
     the selected logits).
     """
     _check(logits, config, top_k, correction_bias, valid)
-    logits = _mask_rows(logits.astype(jnp.float32), valid)  # [T, E]
-    if config.order == "topk_then_softmax":
-        scores = logits
-    else:
-        scores = jax.nn.sigmoid(logits) if config.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    selection = lax.stop_gradient(scores)
-    if correction_bias is not None:
-        selection = selection + lax.stop_gradient(correction_bias.astype(jnp.float32))[None, :]
-    ill_formed = jnp.isnan(selection).any(axis=-1)  # [T]
-    if config.num_groups is not None:
-        selection = _limit_to_groups(selection, config)
-    _, ids = _top_k(selection, top_k)  # [T, K]
-
-    weights = jnp.take_along_axis(scores, ids, axis=-1)  # [T, K]
-    if config.order == "topk_then_softmax":
-        weights = jax.nn.softmax(weights, axis=-1)
-    elif config.normalize:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + NORMALIZE_EPS)
-    weights = weights * jnp.float32(config.scaling)
-    weights = jnp.where(ill_formed[:, None], jnp.float32(jnp.nan), weights)
+    fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
+    rule = Rule(top_k, **{f: getattr(config, f) for f in fields})
+    bias = None if correction_bias is None else correction_bias.astype(jnp.float32)
+    ids, weights = choose_experts(_mask_rows(logits.astype(jnp.float32), valid), bias, rule)
     if valid is not None:
         ids = jnp.where(valid[:, None], ids, -1)
         weights = jnp.where(valid[:, None], weights, jnp.float32(0))
@@ -116,26 +103,6 @@ def _check(logits, config: RouterConfig, top_k: int, correction_bias, valid) -> 
 def _mask_rows(logits: jax.Array, valid: jax.Array | None) -> jax.Array:
     # Before anything else, so that NaN in padding reaches neither results nor gradients.
     return logits if valid is None else jnp.where(valid[:, None], logits, jnp.float32(0))
-
-
-def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of the last axis, ties to the lower index. NaN counts as -Inf, -0 as 0: XLA orders them apart."""
-    x = jnp.where(jnp.isnan(x), -jnp.inf, x)
-    values, ids = lax.top_k(jnp.where(x == 0, jnp.float32(0), x), k)
-    return values, ids.astype(jnp.int32)
-
-
-def _limit_to_groups(selection: jax.Array, config: RouterConfig) -> jax.Array:
-    """Selection scores [T, E] with -Inf outside the group_topk best of num_groups groups."""
-    tokens, experts = selection.shape
-    groups, best = config.num_groups, config.group_topk
-    assert groups is not None and best is not None
-    grouped = selection.reshape(tokens, groups, experts // groups)
-    depth = min(2, experts // groups) if config.group_score == "top2sum" else 1
-    group_scores = _top_k(grouped, depth)[0].sum(axis=-1)  # [T, G]
-    _, chosen = _top_k(group_scores, best)  # [T, group_topk]
-    eligible = (chosen[:, :, None] == jnp.arange(groups, dtype=jnp.int32)[None, None, :]).any(axis=1)  # [T, G]
-    return jnp.where(eligible[:, :, None], grouped, -jnp.inf).reshape(tokens, experts)
 
 
 # --- statistics and losses
