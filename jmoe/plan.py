@@ -32,6 +32,7 @@ class Plan:
     merge: batched: int32 [T, K], the first k of this token with the same expert, -1 for none. Else None.
     src_choice: batched: int32 [S, C], the k of the token in each slot, -1 where empty. Else None.
     received: int32 [R], rows that come here from each source, where a backend needs them to move rows. Else None.
+    hosts: the same exchange in two steps, where it goes from host to host first. Else None.
     """
 
     member: jax.Array
@@ -45,6 +46,7 @@ class Plan:
     src_choice: jax.Array | None
     form: Form = dataclasses.field(metadata={"static": True})
     received: jax.Array | None = None
+    hosts: TwoLevel | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +55,22 @@ class Plan:
     @property
     def capacity(self) -> int:
         return self.src_token.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TwoLevel:
+    """A plan in two steps, for R = H * L ranks on H hosts, rank r being number r % L of host r // L.
+
+    between: standard plan of this rank's tokens, its targets the H hosts: a token crosses once to each host that holds
+        one of its experts, to the rank there that has this rank's number.
+    inside: batched plan of the H * C_h rows that arrive so, its targets the L ranks of this host. To it, a target of
+        the whole exchange and the host that a row came from are one "expert" (target * H + host), which makes the
+        rows land where the whole exchange wants them: row (e * L + number) * C + slot.
+    """
+
+    between: Plan
+    inside: Plan
 
 
 def make_plan(
@@ -147,3 +165,75 @@ def merge_weights(weights: jax.Array, plan: Plan) -> jax.Array:
     for k in range(weights.shape[1]):
         total = total + jnp.where(plan.merge[:, k : k + 1] == choice, weights[:, k : k + 1], 0)
     return total
+
+
+def host_capacity(tokens: int, *, targets: int, capacity: int) -> int:
+    """C_h, rows for each pair of source rank and host that never overflow: `targets` of a host take C rows each."""
+    return min(tokens, targets * capacity)
+
+
+def plan_between_hosts(plan: Plan, *, num_hosts: int, capacity: int) -> tuple[Plan, jax.Array]:
+    """The first step of a plan (see `TwoLevel`), and what the hosts must know to take the second.
+
+    Args:
+      plan: standard or batched, of R ranks. num_hosts: H, a divisor of R. capacity: C_h of `host_capacity`.
+    Returns:
+      (plan with hosts as targets, int32 [H, C_h * J + targets of one host]: for each host the places of its rows,
+      local target * C + slot or -1, J to a row, then the number of rows for each local target).
+    """
+    num_ranks = plan.member.shape[1]
+    targets = plan.counts.shape[0] // num_hosts  # of one host
+    columns = jnp.arange(num_ranks, dtype=jnp.int32)[None, :]
+    target = jnp.broadcast_to(columns, plan.slot.shape) if plan.target is None else plan.target
+    sent = plan.slot >= 0
+    host = jnp.where(sent, target // targets, -1)  # [T, R or K]
+    hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, :]
+    member = jnp.any(host[..., None] == hosts[:, None, :], axis=1)  # [T, H]
+    slot, counts = _slots(member, capacity)
+    tokens = jnp.arange(plan.num_tokens, dtype=jnp.int32)[:, None]
+    src_token = _invert(slot, hosts, tokens, num_hosts, capacity)
+    alive = jnp.ones((num_hosts,), bool)
+    first = Plan(member, slot, counts, src_token, jnp.zeros((), jnp.int32), alive, None, None, None, "standard")
+
+    place = jnp.where(sent, target % targets * plan.capacity + plan.slot, -1)
+    if plan.target is None:  # a host's ranks are neighbours: L columns are enough
+        of_host = place.reshape(plan.num_tokens, num_hosts, num_ranks // num_hosts).swapaxes(0, 1)  # [H, T, L]
+    else:
+        of_host = jnp.where(host[None] == hosts.T[..., None], place[None], -1)  # [H, T, K]
+    if plan.num_tokens:
+        of_host = jnp.take_along_axis(of_host, jnp.maximum(src_token, 0)[..., None], axis=1)  # [H, C_h, J]
+        of_host = jnp.where(src_token[..., None] >= 0, of_host, -1)
+    return first, jnp.concatenate([of_host.reshape(num_hosts, -1), plan.counts.reshape(num_hosts, -1)], axis=1)
+
+
+def plan_inside_host(message: jax.Array, *, num_ranks: int, num_targets: int, capacity: int, rows: int) -> Plan:
+    """The second step of a plan (see `TwoLevel`).
+
+    Args:
+      message: int32 [H, ...], row h what `plan_between_hosts` made at the rank of host h with this rank's number.
+      num_ranks: L. num_targets: targets of one host. capacity: C. rows: C_h, from each host.
+    """
+    num_hosts = message.shape[0]
+    places, counts = message[:, :-num_targets], message[:, -num_targets:]  # [H, C_h * J], [H, targets]
+    # With no rows at all J cannot be read off; it has no meaning then.
+    places = places.reshape(num_hosts, rows, -1) if rows else jnp.zeros((num_hosts, 0, num_ranks), jnp.int32)
+    source = jnp.arange(num_hosts, dtype=jnp.int32).reshape(-1, 1, 1)
+    sent, size = places >= 0, max(capacity, 1)
+    flat = lambda a: jnp.where(sent, a, -1).reshape(num_hosts * rows, places.shape[2])  # noqa: E731
+    target, slot = flat(places // size * num_hosts + source), flat(places % size)
+    choice = jnp.broadcast_to(jnp.arange(places.shape[2], dtype=jnp.int32), slot.shape)
+    row = jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None]
+    slots = num_targets * num_hosts
+    ranks = jnp.arange(num_ranks, dtype=jnp.int32).reshape(1, 1, -1)
+    return Plan(
+        member=jnp.any((target // (slots // num_ranks))[..., None] == ranks, axis=1),
+        slot=slot,
+        counts=counts.T.reshape(-1),
+        src_token=_invert(slot, target, row, slots, capacity),
+        dropped=jnp.zeros((), jnp.int32),
+        alive=jnp.ones((num_ranks,), bool),
+        target=target,
+        merge=jnp.where(slot >= 0, choice, -1),
+        src_choice=_invert(slot, target, choice, slots, capacity),
+        form="batched",
+    )

@@ -97,6 +97,15 @@ def mesh_of(num_ranks):
     return jax.make_mesh((num_ranks,), ("ep",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_ranks])
 
 
+def mesh_for(case):
+    """The case's mesh: one axis "ep", or two of its hosts and of the ranks in them."""
+    if isinstance(case.axis, str):
+        return mesh_of(case.num_ranks)
+    shape = (case.num_hosts, case.num_ranks // case.num_hosts)
+    types = (AxisType.Auto,) * 2
+    return jax.make_mesh(shape, case.axis, axis_types=types, devices=jax.devices()[: case.num_ranks])
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One way of exchanging: everything static."""
@@ -110,6 +119,8 @@ class Case:
     tokens: int = T
     hidden: int = D
     engine: backends.Engine | None = None
+    num_hosts: int = 1
+    axis: str | tuple[str, str] = "ep"
 
     @property
     def placement(self):
@@ -131,10 +142,11 @@ class Case:
             num_ranks=self.num_ranks,
             num_local=self.placement.num_local,
             top_k=K,
-            axis_name="ep",
+            axis_name=self.axis,
             capacity_factor=self.capacity_factor,
             dtype=self.dtype,
             engine=self.engine,
+            num_hosts=self.num_hosts,
         )
 
     def options(self):
@@ -170,12 +182,13 @@ def exchange_fn(case: Case):
         got = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (1,)) if leaf.ndim == 0 else leaf, got)
         return out, got, plan.dropped.reshape(1)
 
+    split = PartitionSpec(case.axis)
     return jax.jit(
         compat.shard_map(
             body,
-            mesh=mesh_of(case.num_ranks),
-            in_specs=(P, P, P, PartitionSpec()),
-            out_specs=(P, P, P),
+            mesh=mesh_for(case),
+            in_specs=(split, split, split, PartitionSpec()),
+            out_specs=(split, split, split),
         )
     )
 

@@ -6,21 +6,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange_helpers import ALL, Case, D, K, P, T, garbage_engine, inputs, mesh_of, physical_of, routing, toy_experts
+from exchange_helpers import (
+    ALL,
+    Case,
+    D,
+    K,
+    P,
+    T,
+    garbage_engine,
+    inputs,
+    mesh_for,
+    mesh_of,
+    physical_of,
+    routing,
+    toy_experts,
+)
 from jax.sharding import PartitionSpec
 
 from jmoe import backends, compat
+from jmoe.backends.hierarchical import hierarchical_engine
 from jmoe.payload import row_layout
 from jmoe.placement import to_physical
 
 MOVERS = [b for b in ALL if b not in ("nvlink_one_sided", "nixl_ep")]  # those two move rows as others here do
 CASES = [Case(b, 4, "float32", "float32") for b in MOVERS]
 CASES += [Case(b, 4, "float32", "float32", engine=garbage_engine(b)) for b in ("nvlink_one_sided", "low_latency")]
-QUANTISED = [Case(b, 4, "mxfp8", "float32", "mxfp8") for b in ("nvlink_two_sided", "low_latency")]
+HOSTS = dict(num_hosts=2, engine=hierarchical_engine())
+CASES += [Case(b, 4, "float32", "float32", **HOSTS) for b in ("nvlink_one_sided", "low_latency")]
+CASES += [Case("nvlink_one_sided", 4, "float32", "float32", axis=("host", "local"), **HOSTS)]
+QUANTISED = [Case("nvlink_one_sided", 4, "mxfp8", "float32", "mxfp8", **HOSTS)]
+QUANTISED += [Case(b, 4, "mxfp8", "float32", "mxfp8") for b in ("nvlink_two_sided", "low_latency")]
 
 
 def name_of(case):
-    return f"{case.backend}-{case.wire}" + ("-kernel" if case.engine else "")
+    how = "" if case.engine is None else f"-{case.engine.name}" + ("-two_axes" if case.axis != "ep" else "")
+    return f"{case.backend}-{case.wire}{how}"
 
 
 @functools.cache
@@ -37,7 +57,9 @@ def gradients_fn(case):
             y, weights, plan, backend=case.impl, exchange=ex, recv_ids=got.ids, wire=case.combine_wire
         )
 
-    layer = compat.shard_map(body, mesh=mesh_of(case.num_ranks), in_specs=(P, P, PartitionSpec(), P), out_specs=P)
+    split = PartitionSpec(case.axis)
+    specs = (split, split, PartitionSpec(), split)
+    layer = compat.shard_map(body, mesh=mesh_for(case), in_specs=specs, out_specs=split)
 
     @jax.jit
     def run(x, weights, gains, ids, cotangent):
@@ -90,7 +112,7 @@ def test_cotangents_travel_in_the_layers_dtype_and_are_added_in_float32(backend)
     assert error < 0.006
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[-2], CASES[-1]], ids=name_of)
+@pytest.mark.parametrize("case", [CASES[1], *(c for c in CASES if c.engine is not None)], ids=name_of)
 def test_F23_cotangents_of_padding_and_of_other_ranks_weights_are_not_looked_at(case):
     def body(x, weights, ids):
         physical = to_physical(ids, case.placement)
@@ -105,7 +127,8 @@ def test_F23_cotangents_of_padding_and_of_other_ranks_weights_are_not_looked_at(
         return vjp((jnp.where(real, jnp.ones_like(rows), jnp.nan), jnp.where(local >= 0, jnp.ones_like(own), jnp.nan)))
 
     x, ids, weights, _ = inputs(case, np.random.default_rng(61), "some_invalid")
-    dx, dw = jax.jit(compat.shard_map(body, mesh=mesh_of(4), in_specs=P, out_specs=P))(x, weights, ids)
+    split = PartitionSpec(case.axis)
+    dx, dw = jax.jit(compat.shard_map(body, mesh=mesh_for(case), in_specs=split, out_specs=split))(x, weights, ids)
     physical = physical_of(case, ids).reshape(-1, K)
     places = physical if case.impl.form == "batched" else physical // case.placement.num_local
     rows = [len(set(np.where(p >= 0, q, -1)) - {-1}) for p, q in zip(physical, places, strict=True)]

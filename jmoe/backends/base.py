@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe import payload
-from jmoe.plan import Form, Plan, make_plan
+from jmoe.plan import Form, Plan, host_capacity, make_plan
+
+Axis = str | tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Engine:
         the way, with the same bytes; None where it cannot do that for these rows and this layout.
     push_apart(x [T, D], tail uint8 [T, ...], plan, exchange): two arrays at once, ([N, D], [N, ...], counts), so that
         float rows need neither packing nor unpacking; None where it cannot do that.
+    prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
+    reduce_as(y, weights, plan, exchange, out_dtype, wire): `reduce` with a quantised wire.
+    words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
     """
 
     name: str
@@ -43,33 +48,46 @@ class Engine:
     reduce: Callable[[jax.Array, jax.Array | None, Plan, Exchange, jnp.dtype], jax.Array]
     push_encoding: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
     push_apart: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
+    prepare: Callable[[Plan, Exchange], Plan] | None = None
+    reduce_as: Callable[..., jax.Array] | None = None
+    words: str = ""
+    staged: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """The static facts of one layer's exchange.
 
-    axis_name: the expert axis of the mesh (None only for one rank outside shard_map). num_ranks R, num_local E_loc,
-    capacity C. dtype: of unquantised rows on the wire, forward and backward. engine: a kernel that moves the rows, None
-    for portable collectives.
+    axis_name: the expert axis of the mesh, or several of them, the first slowest (None only for one rank outside
+    shard_map). num_ranks R, num_local E_loc, capacity C. dtype: of unquantised rows on the wire, forward and backward.
+    engine: what moves the rows in place of portable collectives, None for those. num_hosts: H, of an exchange that goes
+    from host to host first; host_capacity: C_h, rows of each pair of source rank and host. groups: ranks that exchange
+    among themselves, if not all do: num_ranks in each group, in rank order.
     """
 
-    axis_name: str | None
+    axis_name: Axis | None
     num_ranks: int
     num_local: int
     capacity: int
     dtype: str = "bfloat16"
     engine: Engine | None = None
+    num_hosts: int = 1
+    host_capacity: int = 0
+    groups: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_physical(self) -> int:
         return self.num_ranks * self.num_local
 
     def rank(self) -> jax.Array:
-        """This rank's index on the expert axis, int32 []."""
+        """This rank's index on the expert axis (or in its group), int32 []."""
         if self.axis_name is None:
             return jnp.zeros((), jnp.int32)
-        return lax.axis_index(self.axis_name).astype(jnp.int32)
+        index = lax.axis_index(self.axis_name).astype(jnp.int32)
+        if self.groups is None:
+            return index
+        places = {rank: place for group in self.groups for place, rank in enumerate(group)}
+        return jnp.asarray([places[rank] for rank in range(len(places))], jnp.int32)[index]
 
 
 class Backend(abc.ABC):
@@ -109,13 +127,16 @@ class Backend(abc.ABC):
         """Bytes of the buffers of one exchange on one rank: what arrives, and what the portable collectives stage."""
         back = jnp.dtype(ex.dtype).itemsize * layout.hidden if combine_row_bytes is None else combine_row_bytes
         rows = self.num_rows(ex)
-        staged = 0 if ex.engine is not None and self.kernel_slot else rows
-        return {
+        staged = 0 if ex.engine is not None and self.kernel_slot and not ex.engine.staged else rows
+        sizes = {
             "dispatch_send": staged * layout.row_bytes,
             "dispatch_receive": rows * layout.row_bytes,
             "combine_send": rows * back,
             "combine_receive": staged * back,
         }
+        if ex.num_hosts > 1:  # what goes to the hosts and what comes from them
+            sizes["between_hosts"] = 2 * ex.num_hosts * ex.host_capacity * (layout.row_bytes + back)
+        return sizes
 
     def round_hidden(self, hidden: int, wire: str) -> int:
         """The hidden size that the library which this backend is named after would use for `hidden`.
@@ -128,7 +149,7 @@ class Backend(abc.ABC):
     def transport(self, ex: Exchange) -> str:
         """What moves the rows, in words."""
         if ex.engine is not None and self.kernel_slot:
-            return f"the {ex.engine.name} kernel"
+            return ex.engine.words or f"the {ex.engine.name} kernel"
         note = ", the same layout and results as its kernel" if self.kernel_slot else ""
         return f"{self.portable}{note}"
 
@@ -141,7 +162,7 @@ class Backend(abc.ABC):
                 f"backend {self.name!r} has no rank mask; ranks may come and go with 'nixl_ep' only. Use that backend, "
                 "or leave rank_mask out."
             )
-        return make_plan(
+        plan = make_plan(
             ids,
             num_ranks=ex.num_ranks,
             num_local=ex.num_local,
@@ -149,6 +170,9 @@ class Backend(abc.ABC):
             form=self.plan_form,
             rank_mask=rank_mask,
         )
+        if self.kernel_slot and ex.engine is not None and ex.engine.prepare is not None:
+            return ex.engine.prepare(plan, ex)
+        return plan
 
     # -- buffers: what the portable collectives exchange ---------------------------------------------------------------
 
@@ -227,7 +251,9 @@ class Backend(abc.ABC):
         """Block r of the leading axis to rank r; block r of the result came from rank r."""
         if ex.axis_name is None or ex.num_ranks == 1 or buffer.size == 0:
             return buffer
-        return lax.all_to_all(buffer, ex.axis_name, split_axis=0, concat_axis=0, tiled=True)
+        return lax.all_to_all(
+            buffer, ex.axis_name, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=ex.groups
+        )
 
     # -- what differs in how sums are formed ---------------------------------------------------------------------------
 
@@ -244,12 +270,16 @@ def exchange_for(
     num_ranks: int,
     num_local: int,
     top_k: int,
-    axis_name: str | None,
+    axis_name: Axis | None,
     capacity_factor: float | None = None,
     dtype: str = "bfloat16",
     engine: Engine | None = None,
+    num_hosts: int = 1,
 ) -> Exchange:
-    """The static facts of an exchange of `tokens` tokens on each rank. ValueError where the backend cannot serve it."""
+    """The static facts of an exchange of `tokens` tokens on each rank. ValueError where the backend cannot serve it.
+
+    num_hosts: over how many hosts the ranks are spread, in equal blocks, for an engine that takes two steps.
+    """
     if backend.max_ranks is not None and num_ranks > backend.max_ranks:
         raise ValueError(
             f"backend {backend.name!r} serves {backend.max_ranks} rank, the mesh has {num_ranks} on the expert axis; "
@@ -260,7 +290,17 @@ def exchange_for(
             f"axis_name=None with {num_ranks} ranks: an exchange needs the name of the mesh's expert axis. Pass it."
         )
     size = backend.capacity(tokens, num_ranks=num_ranks, num_local=num_local, top_k=top_k, factor=capacity_factor)
-    return Exchange(axis_name, num_ranks, num_local, size, jnp.dtype(dtype).name, engine)
+    across = 0
+    if num_hosts > 1:
+        if num_ranks % num_hosts or not backend.kernel_slot or backend.takes_rank_mask:
+            raise ValueError(
+                f"backend {backend.name!r} cannot exchange over {num_hosts} hosts in two steps with {num_ranks} ranks: "
+                "the hosts must hold equally many, and the backends that do it are 'nvlink_one_sided' and "
+                "'low_latency' (with a rank mask, a masked rank could not pass on rows of others). Use num_hosts=1."
+            )
+        targets = num_ranks // num_hosts * (num_local if backend.form == "batched" else 1)
+        across = host_capacity(tokens, targets=targets, capacity=size)
+    return Exchange(axis_name, num_ranks, num_local, size, jnp.dtype(dtype).name, engine, num_hosts, across)
 
 
 def received_valid(backend: Backend, counts: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:

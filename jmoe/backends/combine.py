@@ -54,9 +54,13 @@ def combine(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids):
-    if exchange.engine is not None and backend.kernel_slot and wire is None:
+    engine = exchange.engine if backend.kernel_slot else None
+    if engine is not None and (wire is None or engine.reduce_as is not None):
         applied = merge_weights(weights, plan) if backend.form == "batched" else None
-        return exchange.engine.reduce(y.astype(exchange.dtype), applied, plan, exchange, out_dtype)
+        if wire is None:
+            return engine.reduce(y.astype(exchange.dtype), applied, plan, exchange, out_dtype)
+        assert engine.reduce_as is not None
+        return engine.reduce_as(y.astype(exchange.dtype), applied, plan, exchange, out_dtype, wire=wire)
     if wire is None:
         total = backend.collective_sum(_real_rows(y, recv_ids).astype(jnp.float32), exchange)
         if total is not None:
@@ -73,17 +77,22 @@ def _returned(backend, exchange, wire, y, plan, recv_ids) -> jax.Array:
     """The owner's slots, [S, C, D] of the exchange's dtype or uint8 [S, C, row]."""
     if wire is None:
         return backend.give_back(y.astype(exchange.dtype), plan, exchange)
+    return backend.give_back(pack_returned(_real_rows(y, recv_ids), wire), plan, exchange)
+
+
+def pack_returned(y: jax.Array, wire: str) -> jax.Array:
+    """Rows [N, D] as they travel back in a quantised format: uint8 [N, row]."""
     layout = _return_layout(y.shape[1], wire)
-    rows, _ = encode_rows(_real_rows(y, recv_ids), layout, axis_name=None)
+    rows, _ = encode_rows(y, layout, axis_name=None)
     nothing = jnp.zeros((y.shape[0], 0), jnp.int32)
-    return backend.give_back(pack(rows, nothing, nothing.astype(jnp.float32), layout), plan, exchange)
+    return pack(rows, nothing, nothing.astype(jnp.float32), layout)
 
 
 def _return_layout(hidden: int, wire: str) -> RowLayout:
     return row_layout(hidden, wire, 0, mx_alignment=32)
 
 
-def _decoder(hidden: int, wire: str | None):
+def decoder(hidden: int, wire: str | None):
     """Rows as they came back to float32 [T, D]."""
     if wire is None:
         return lambda rows: rows.astype(jnp.float32)
@@ -93,7 +102,7 @@ def _decoder(hidden: int, wire: str | None):
 
 def _sum(buffer, backend, wire, out_dtype, y, weights, plan):
     applied = merge_weights(weights, plan) if backend.form == "batched" else None
-    total = backend.sum_back(buffer, plan, weights=applied, decode=_decoder(y.shape[1], wire))
+    total = backend.sum_back(buffer, plan, weights=applied, decode=decoder(y.shape[1], wire))
     return total.astype(out_dtype)
 
 
@@ -118,7 +127,7 @@ def _combine_bwd(backend, exchange, wire, out_dtype, residuals, dout):
         dweights = jnp.zeros_like(weights)
     else:
         dy = backend.forward(_weighted_slots(d, weights, plan, backend), plan, exchange)
-        dweights = _weight_cotangents(dout, buffer, plan, backend, _decoder(d.shape[1], wire))
+        dweights = _weight_cotangents(dout, buffer, plan, backend, decoder(d.shape[1], wire))
     dy = _real_rows(dy.reshape(-1, d.shape[1]), recv_ids)
     return dy.astype(like.dtype), dweights, None, None
 
