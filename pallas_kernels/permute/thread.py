@@ -65,14 +65,18 @@ class Thread(Ops):
         return [U(v) for v in op.results]
 
 
-def environment_obstacle() -> str | None:
-    """Why no kernel of this kind can run, None where one can (or where a program is compiled for another machine)."""
+def environment_obstacle(capability: float | None = None) -> str | None:
+    """Why no kernel of this kind runs on a GPU of this compute capability (None: this process's first GPU).
+
+    None where one can, or where a program is compiled for another machine.
+    """
     if _JAX < (0, 11):
         return f"it needs JAX >= 0.11 (this is {jax.__version__})"
-    try:
-        capability = float(jax.devices("gpu")[0].compute_capability)
-    except (RuntimeError, AttributeError, ValueError):
-        return None
+    if capability is None:
+        try:
+            capability = float(jax.devices("gpu")[0].compute_capability)
+        except (RuntimeError, AttributeError, ValueError):
+            return None
     return (
         None if capability >= 9.0 else f"it needs a GPU of compute capability 9.0 or later (this one has {capability})"
     )

@@ -219,7 +219,7 @@ def dequantize(q: QTensor, dtype=jnp.bfloat16, *, implementation: str | None = N
     elif q.layout == "swizzled" and q.data.ndim > 2:
         why = "it reads the swizzled scales of one matrix at a time, not of a stack"
     else:
-        why = _environment_obstacle()
+        why = kernel_obstacle()
     return _pick(
         implementation, why, lambda q: _dequantize_kernel(q, dtype), lambda q: reference.dequantize(q, dtype), q
     )
@@ -237,10 +237,11 @@ def _gpu_capability() -> float | None:
         return None
 
 
-def _environment_obstacle() -> str | None:
+def kernel_obstacle(capability: float | None = None) -> str | None:
+    """Why no kernel runs on a GPU of this compute capability (None: this process's first GPU); None where one can."""
     if _JAX < (0, 11):
         return f"it needs JAX >= 0.11 (this is {jax.__version__})"
-    capability = _gpu_capability()
+    capability = _gpu_capability() if capability is None else capability
     if capability is not None and capability < 8.9:
         return f"it needs a GPU of compute capability 8.9 or later (this one has {capability})"
     return None
@@ -258,7 +259,7 @@ def _quantize_obstacle(shape, fmt: BlockFormat, global_scale) -> str | None:
         return "it computes per-token scales and does not take them"
     if fmt.global_scale == "token" and shape[-1] > 16 * MAX_ROW_UNITS:
         return f"it keeps a row of at most {16 * MAX_ROW_UNITS} columns in registers, not {shape[-1]}"
-    return _environment_obstacle()
+    return kernel_obstacle()
 
 
 def _unconfirmed(fmt: BlockFormat, columns: int, *, swizzled: bool = False, args=()) -> bool:
