@@ -129,18 +129,19 @@ def cuda_text(f, shape):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("fmt", "shape", "options", "kernels"),
+    ("fmt", "options", "kernels"),
     [
-        ("mxfp8", (300, 2880), {}, 1),
-        ("nvfp4_token", (300, 4096), {}, 1),
-        ("nvfp4_token", (300, 7168), {}, 0),  # rows that 128 threads do not divide
-        ("nvfp4", (300, 2880), {"global_scale": jnp.float32(1)}, 1),
-        ("nvfp4", (300, 2880), {}, 0),  # scale from the data
-        ("mxfp8", (300, 2880), {"layout": "swizzled"}, 0),
+        ("mxfp8", {}, 1),
+        ("nvfp4_token", {}, 1),
+        ("nvfp4", {"global_scale": jnp.float32(1)}, 1),
+        ("nvfp4", {}, 2),  # the scale from the data takes a pass of its own
+        ("mxfp8", {"layout": "swizzled"}, 1),
+        ("fp8_128x128", {}, 0),
     ],
 )
-def test_none_takes_only_kernel_paths_that_a_gpu_has_confirmed(fmt, shape, options, kernels):
-    assert cuda_text(lambda x: quantize(x, fmt, **options), shape).count("custom_call @mosaic_gpu") == kernels
+def test_none_takes_the_kernel_wherever_it_can(fmt, options, kernels):
+    text = cuda_text(lambda x: quantize(x, fmt, **options), (300, 2880))
+    assert text.count("custom_call @mosaic_gpu") == kernels
 
 
 @needs_kernels

@@ -4,9 +4,7 @@
 taken from the data); it needs JAX >= 0.11 and an NVIDIA GPU of compute capability 8.9 or later, and columns in
 multiples of 16. None takes the kernel on CUDA where it can, else the reference. Both give the same bytes.
 
-Some of the kernel's paths were repaired after their last run on a GPU (a host double of the kernels passes, see
-tests/test_quantize_programs.py); `_unconfirmed` names them, and None leaves them to the reference until tests/gpu has
-passed.
+tests/gpu holds every path of the kernel to the reference on a GPU, tests/test_quantize_programs.py on the host.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ def quantize(
     def kernel(args):
         return _quantize_kernel(fmt, columns, layout, **args)
 
-    unconfirmed = _unconfirmed(fmt, columns, swizzled=layout == "swizzled", args=args)
-    return _pick(implementation, why, kernel, lambda args: plain(**args), args, unconfirmed=unconfirmed)
+    return _pick(implementation, why, kernel, lambda args: plain(**args), args)
 
 
 def gather_quantize(
@@ -98,7 +95,7 @@ def gather_quantize(
 
     why = _quantize_obstacle((indices.shape[0], x.shape[1]), fmt, None) or ("x has no rows" if not x.shape[0] else None)
     args = {"x": lax.stop_gradient(x), "indices": indices.astype(jnp.int32)}
-    return _pick(implementation, why, kernel, plain, args, unconfirmed=_unconfirmed(fmt, columns, args=args))
+    return _pick(implementation, why, kernel, plain, args)
 
 
 def swiglu_quantize(
@@ -145,7 +142,7 @@ def swiglu_quantize(
         )
 
     why = _quantize_obstacle((gate_up.shape[0], width), fmt, None)
-    return _pick(implementation, why, kernel, plain, args, unconfirmed=_unconfirmed(fmt, width, args=args))
+    return _pick(implementation, why, kernel, plain, args)
 
 
 def quantize_rows(
@@ -206,7 +203,7 @@ def quantize_rows(
         return quantize_rows_reference(fmt, columns, rows, **args)
 
     why = _quantize_obstacle(x.shape, fmt, None)
-    return _pick(implementation, why, kernel, plain, args, unconfirmed=_unconfirmed(fmt, columns, args=args))
+    return _pick(implementation, why, kernel, plain, args)
 
 
 def dequantize(q: QTensor, dtype=jnp.bfloat16, *, implementation: str | None = None) -> jax.Array:
@@ -262,22 +259,14 @@ def _quantize_obstacle(shape, fmt: BlockFormat, global_scale) -> str | None:
     return kernel_obstacle()
 
 
-def _unconfirmed(fmt: BlockFormat, columns: int, *, swizzled: bool = False, args=()) -> bool:
-    """Whether these kernel paths still wait for a run of tests/gpu that passes."""
-    if fmt.global_scale == "token":  # the row maximum where 128 threads of 16 columns do not divide the row; the gather
-        return swizzled or "indices" in args or columns % 2048 != 0
-    from_data = fmt.global_scale == "tensor" and "global_scale" not in args
-    return swizzled or from_data or (fmt.global_scale == "tensor" and "num_valid_rows" in args)
-
-
-def _pick(implementation, why: str | None, kernel, plain, args, *, unconfirmed: bool = False):
+def _pick(implementation, why: str | None, kernel, plain, args):
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation={implementation!r} is not known; choose None or one of {', '.join(IMPLEMENTATIONS)}."
         )
     if implementation == "mosaic_sm90" and why:
         raise ValueError(f"implementation='mosaic_sm90' cannot do this: {why}; use 'reference' or None.")
-    if implementation == "reference" or why or (implementation is None and unconfirmed):
+    if implementation == "reference" or why:
         return plain(args)
 
     @jax.custom_batching.custom_vmap
