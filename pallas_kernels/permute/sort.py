@@ -1,5 +1,8 @@
 """Sorting rows by expert without a comparison sort: counts and prefix sums over chunks of the assignments.
 
+Few assignments are ranked directly, each against all others: XLA makes three kernels of that instead of seven, and at
+decode the number of kernels is what the sort costs (each about 2 us on an H200).
+
 Letters: N rows, K experts per row, G experts (groups), M = N * K assignments (or fewer, where capped).
 """
 
@@ -13,6 +16,7 @@ import jax.numpy as jnp
 from . import mosaic_sort
 from .thread import environment_obstacle, pick
 
+SMALL = 1024  # up to so many assignments are ranked directly
 CHUNK = 128  # assignments that are ranked against each other; the chunks' counts are int32 [N * K / 128, G]
 
 
@@ -62,6 +66,8 @@ def sort_by_expert(
 def _sort(ids: jax.Array, num_groups: int, m: int) -> Sorted:
     n, k = ids.shape
     total = n * k
+    if total <= SMALL:
+        return _rank_directly(ids, num_groups, m)
     chunks = -(-total // CHUNK)
     flat = jnp.where((ids >= 0) & (ids < num_groups), ids, -1).astype(jnp.int32).reshape(total)
     flat = jnp.pad(flat, (0, chunks * CHUNK - total), constant_values=-1).reshape(chunks, CHUNK)
@@ -84,6 +90,27 @@ def _sort(ids: jax.Array, num_groups: int, m: int) -> Sorted:
         position=place.reshape(n, k),
         group_sizes=ends - jnp.minimum(starts, m),
         dropped=jnp.maximum(jnp.sum(sizes) - m, 0).astype(jnp.int32),
+    )
+
+
+def _rank_directly(ids: jax.Array, num_groups: int, num_places: int) -> Sorted:
+    n, k = ids.shape
+    valid = (ids >= 0) & (ids < num_groups)
+    key = jnp.where(valid, ids, num_groups).astype(jnp.int32).reshape(n * k)  # those that are none come last
+    index = jnp.arange(n * k, dtype=jnp.int32)
+    before = (key[None, :] < key[:, None]) | ((key[None, :] == key[:, None]) & (index[None, :] < index[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    place = jnp.where(valid.reshape(-1) & (place < num_places), place, -1)
+    here = place[None, :] == jnp.arange(num_places, dtype=jnp.int32)[:, None]
+    entry = jnp.sum(jnp.where(here, index[None, :] + 1, 0), axis=1, dtype=jnp.int32) - 1
+    group = jnp.arange(num_groups, dtype=jnp.int32)[:, None]
+    starts = jnp.sum(key[None, :] < group, axis=1, dtype=jnp.int32)
+    ends = jnp.sum(key[None, :] <= group, axis=1, dtype=jnp.int32)
+    return Sorted(
+        source=entry // max(k, 1),  # -1 stays -1
+        position=place.reshape(n, k),
+        group_sizes=jnp.minimum(ends, num_places) - jnp.minimum(starts, num_places),
+        dropped=jnp.maximum(jnp.sum(valid, dtype=jnp.int32) - num_places, 0),
     )
 
 
