@@ -8,7 +8,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import mosaic_entry, tuning
 from pallas_kernels.grouped_matmul.api import Problem
-from pallas_kernels.grouped_matmul.schedule import group_bounds, max_tiles, num_tiles, read_tile, tile_schedule
+from pallas_kernels.grouped_matmul.schedule import (
+    group_bounds,
+    max_tiles,
+    num_tiles,
+    read_boxes,
+    read_tile,
+    tile_schedule,
+)
 from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
 
 needs_interpreter = pytest.mark.skipif(
@@ -72,6 +79,25 @@ def test_tiles_cover_every_row_of_every_group_and_none_with_other_weights(sizes,
     np.testing.assert_array_equal(covered, owner)
     with_rows = tiles_of(schedule, 1000, block, box, zero_tail=False)
     assert np.all(with_rows[with_rows[:, 3] > 0, 0] >= 0)
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 7, 64, 65, 191, 192, 193], [0] * 8, [1000] + [0] * 7, [2000] * 8, [132] * 7])
+@pytest.mark.parametrize("block", [128, 256])
+def test_boxes_cover_every_row_and_are_no_more_than_the_rows_need(sizes, block):
+    schedule = tile_schedule(jnp.asarray(sizes, jnp.int32), num_rows=1000, block=block)
+    bounds = np.minimum(np.concatenate([[0], np.cumsum(sizes), [10**6]]), 1000)
+    covered, count = np.zeros(1000, bool), 0
+    tiles = int(num_tiles(schedule, 1000, block))
+    for weight, first, last, boxes, rows in np.stack(read_boxes(schedule, jnp.arange(tiles), block, 64), axis=1):
+        for box in range(boxes):
+            start = last if box == boxes - 1 else first + box * 64
+            group = np.searchsorted(bounds, start, side="right") - 1
+            end = min(start + 64, bounds[group + 1])
+            assert rows == bounds[group + 1] - bounds[group] and (rows < 64 or end - start == 64)
+            assert weight == (group if group < len(sizes) else -1)
+            covered[start:end] = True
+        count += boxes
+    assert covered.all() and count == np.sum(-(-np.diff(bounds) // 64))
 
 
 def test_a_schedule_for_a_part_of_the_groups_gives_zero_tiles_to_the_others():
@@ -184,6 +210,18 @@ def test_bf16_products_equal_the_dense_formula_and_nan_stays_in_its_rows(rng, fe
         clean = slice(7, None) if sizes[0] == 7 else slice(total, None)
         assert relative(y[clean], dense(x, w, sizes)[clean]) < 4e-3, name
         assert not np.any(np.asarray(y[total:], np.float32)), name
+
+
+@needs_interpreter
+@pytest.mark.parametrize("config", [{"block_n": 192}, {"block_m": 256, "block_n": 128, "cluster": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [[7, 0, 260, 133], [64, 65, 70, 193]], ids=str)
+def test_tiles_of_every_shape_give_the_dense_products(rng, config, sizes):
+    x, w = operands(rng, m=460)
+    with tuning.override({"prefill": {**config, "num_blocks": 2, "stages": 2}}):
+        y = mosaic_entry.forward(
+            x, w, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.bfloat16, interpret=plgpu.InterpretGPUParams()
+        )
+    assert relative(y, dense(x, w, sizes)) < 4e-3
 
 
 @needs_interpreter

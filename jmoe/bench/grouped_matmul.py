@@ -25,7 +25,12 @@ from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weig
 from .common import NoProgress, Progress, Record, copy_bandwidth, relative_error, time_chain
 
 CANDIDATES = {
-    "prefill": [{}, {"cluster": 2}, {"band": 4}, {"tail": False}, {"split": "n"}, {"block_n": 192}],
+    "prefill": [
+        {"block_m": m, "block_n": n, "cluster": c, "band": b}
+        for m, n in ((128, 256), (256, 128), (128, 192))
+        for c in (1, 2)
+        for b in (0, 4)
+    ],
     "decode": [
         {"block_t": t, "consumers": c, "chunks": k, "stages": s, "per_sm": p}
         for t in (8, 16, 32, 64)

@@ -153,7 +153,7 @@ def _fp8(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
     c = _config("fp8", Fp8Config, "fp8_128x128", m, w.shape[0], n, x.shape[1])
     data, scale = _pad_rows(x.data, BOX), _pad_rows(x.block_scale, BOX)
     schedule = tile_schedule(
-        group_sizes, num_rows=data.shape[0], block=2 * BOX, group_offset=group_offset, num_weights=w.shape[0]
+        group_sizes, num_rows=data.shape[0], block=c.block_m, group_offset=group_offset, num_weights=w.shape[0]
     )
     out = grouped_matmul_fp8(
         data, scale, w.data, w.block_scale, schedule, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret

@@ -21,36 +21,114 @@ from .mosaic_sm90 import (
     BOX,
     CONSUMERS,
     SWIZZLE,
+    arrive,
     as_views,
     compiler_params,
     drain,
     load_rows,
     num_sms,
     row_views,
+    shares,
+    store_box,
     store_rows,
     swizzled,
     walk,
 )
-from .schedule import Schedule, each_tile, num_tiles, read_tile
+from .schedule import Schedule, each_tile, num_tiles, read_boxes
 
 _BLOCK = 128  # columns of K under one scale, and the depth of one stage
-_PART = 128  # columns of the output that are summed and scaled together
+_TILE_N = 128  # columns of a tile, under one scale of the weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
-    """block_n: columns of a tile, 128 or 256. cluster, band, stages, out_slots: as in mosaic_sm90.Config."""
+    """Tiles of block_m x 128. cluster, band, stages, out_slots: as in mosaic_sm90.Config."""
 
-    block_n: int = 128
-    stages: int = 5
+    block_m: int = 256
+    stages: int = 4
     cluster: int = 1
     band: int = 0
     out_slots: int = 2
     num_blocks: int | None = None
 
     def __post_init__(self):
-        if self.block_n not in (128, 256):
-            raise ValueError(f"block_n={self.block_n}: choose 128 or 256.")
+        if self.block_m not in (2 * BOX, 4 * BOX):
+            raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
+
+
+def _product(a, b, *, interpret: bool) -> jax.Array:
+    """a [64, 128] times b [C, 128] transposed, both in shared memory: [64, C] in registers.
+
+    The first of the four instructions overwrites the accumulator. Pallas' own would add to one that has to be zeroed
+    before, which takes about as long as the scaling.
+    """
+    columns = b.shape[0]
+    if interpret:
+
+        def scope(acc):
+            plgpu.wgmma(acc, a, b.T)
+            return acc[...]
+
+        return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((BOX, columns), jnp.float32))
+    import numpy as np
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+    from jax.experimental.mosaic.gpu import mma_utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    tiles = plgpu.RefType(swizzled(jnp.float8_e4m3fn))
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(tiles, tiles), return_type=plgpu.ShapeDtypeStruct((BOX, columns), jnp.float32, layout=layout)
+    )
+    def multiply(ctx, a, b):
+        del ctx
+        describe = functools.partial(mma_utils.create_descriptor, swizzle=SWIZZLE)
+        (a_start, a_step), _, _ = describe(a, large_tile=(BOX, _BLOCK), group_size=(BOX, _BLOCK), logical_k_major=False)
+        b = mgpu.utils.memref_transpose(b, (1, 0, 3, 2))
+        (b_start, b_step), _, _ = describe(
+            b, large_tile=(_BLOCK, _BLOCK), group_size=(_BLOCK, columns), logical_k_major=True
+        )
+        one = ir.VectorType.get((1,), ir.F32Type.get())
+        count = columns // 2
+        text = _ptx(columns, a_step[1][0] >> 4, b_step[1][0] >> 4)
+        struct = llvm.inline_asm(
+            llvm.StructType.get_literal([one] * count),
+            [a_start, b_start],
+            text,
+            ",".join(["=f"] * count + ["l", "l"]),
+            has_side_effects=True,
+        )
+        registers = np.empty((count,), dtype=object)
+        registers[:] = [llvm.extractvalue(one, struct, [i]) for i in range(count)]
+        out = mgpu.FragmentedArray(
+            _registers=registers.reshape(fa.WGMMA_LAYOUT_ACC_32BIT.registers_shape((BOX, columns))),
+            _layout=fa.WGMMA_LAYOUT_ACC_32BIT,
+            _is_signed=None,
+        )
+        return out.to_layout(fa.WGMMA_LAYOUT)
+
+    return multiply(a, b)  # pyright: ignore[reportReturnType]
+
+
+def _ptx(columns: int, a_step: int, b_step: int) -> str:
+    """128 columns of K in four instructions, waited for. Steps are those of the matrix descriptors."""
+    count = columns // 2
+    sums = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    lines = [
+        "{ .reg .pred p; .reg .b64 a, b;",
+        f"mov.b64 a, ${count}; mov.b64 b, ${count + 1};",
+        "setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;",
+    ]
+    for i in range(4):
+        if i:
+            lines.append(f"add.s64 a, a, {a_step}; add.s64 b, b, {b_step};")
+        if i == 1:
+            lines.append("setp.eq.b32 p, 0, 0;")
+        lines.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {sums}, a, b, p, 1, 1;")
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
 
 
 def _body(
@@ -75,10 +153,10 @@ def _body(
     a_smem, a_load = as_views(a_smem, 2, interpret)
     out_write, out_box, out_row = as_views(out_smem, 3, interpret)
     k_steps = k // _BLOCK
-    n_tiles = pl.cdiv(n, c.block_n * c.cluster)
-    parts = c.block_n // _PART
+    max_boxes = c.block_m // BOX
+    n_tiles = pl.cdiv(n, _TILE_N * c.cluster)
     wg = lax.axis_index("wg")
-    num_m = num_tiles(schedule, x.shape[0], 2 * BOX, zero_tail=zero_tail)
+    num_m = num_tiles(schedule, x.shape[0], c.block_m, zero_tail=zero_tail)
     blocks = lax.axis_size("block")
     my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
@@ -86,15 +164,14 @@ def _body(
         m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        return *read_tile(schedule, m_tile, 2 * BOX, BOX), n_tile
+        return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
 
     @pl.when(wg == CONSUMERS)
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
         def per_tile(tile, step):
-            weight, row0, row1, _, n_tile = tile
-            col = n_tile * c.block_n
+            weight, first, last, boxes, _, n_tile = tile
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -105,10 +182,13 @@ def _body(
 
                 ks = pl.ds(j * _BLOCK, _BLOCK)
                 shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-                for box, row in enumerate((row0, row1)):
+                for box in range(max_boxes):
+                    row = jnp.where(box < boxes - 1, first + box * BOX, last)
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared)
-                plgpu.copy_gmem_to_smem(w.at[weight, pl.ds(col, c.block_n), ks], b_smem.at[slot], full.at[slot])
+                    needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
+                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
+                columns = pl.ds(n_tile * _TILE_N, _TILE_N)
+                plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
                 return step + 1
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
@@ -121,64 +201,59 @@ def _body(
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
         last_block = sw.shape[1] - 1
 
-        def per_tile(tile, step):
-            weight, row0, row1, rows, n_tile = tile
-            col = n_tile * c.block_n
-            blocks_n = [jnp.minimum(lax.div(col, _PART) + p, last_block) for p in range(parts)]
-
-            first = jnp.where(wg == 0, row0, row1)
+        def tile_of(boxes, tile, step, steps):
+            """A tile of this many boxes, which is known when the kernel is compiled."""
+            weight, first, last, _, group_rows, n_tile = tile
+            work = shares(boxes, wg, _TILE_N)
+            rows_of = [jnp.where(box < boxes - 1, first + box * BOX, last) for box, _, _ in work]
 
             def scales_of(j):
-                """Row scales [64] and the scale of each part, read a step ahead into registers.
+                """Row scales [64] of each piece of work, times the weights' scale, read a step ahead into registers.
 
                 Rows begin anywhere, which the copy engine does not take for the contiguous axis of an array.
                 """
                 at = jnp.minimum(j, k_steps - 1)
-                rows = load_rows(sx.at[at, pl.ds(first, BOX)])
-                return rows, tuple(sw[jnp.maximum(weight, 0), b, at] for b in blocks_n)
+                scale = sw[jnp.maximum(weight, 0), jnp.minimum(n_tile, last_block), at]
+                return scale, [load_rows(sx.at[at, pl.ds(row, BOX)]) for row in rows_of]
 
             def per_step(j, carry):
-                step, (row_scale, scales), totals = carry
+                step, (scale, row_scales), totals = carry
                 slot = lax.rem(step, c.stages)
                 following = scales_of(j + 1)
                 plgpu.barrier_wait(full.at[slot])
                 new = []
-                for p in range(parts):
+                for i, (box, first_column, columns) in enumerate(work):
+                    a, b = a_smem.at[slot, pl.ds(box * BOX, BOX)], b_smem.at[slot, pl.ds(first_column, columns)]
+                    part = _product(a, b, interpret=interpret)
+                    if i + 1 == len(work):
+                        arrive(empty.at[slot], cluster=c.cluster, interpret=interpret)
+                    new.append(totals[i] + part * lax.broadcast_in_dim(row_scales[i] * scale, part.shape, (0,)))
+                return step + 1, following, new
 
-                    def scope(acc, p=p):
-                        b = b_smem.at[slot, pl.ds(p * _PART, _PART)]
-                        plgpu.wgmma(acc, a_smem.at[slot, pl.ds(wg * BOX, BOX)], b.T)
-                        return acc[...]
-
-                    part = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((BOX, _PART), jnp.float32))
-                    factor = lax.broadcast_in_dim(row_scale * scales[p], (BOX, _PART), (0,))
-                    new.append(totals[p] + part * factor)
-                plgpu.barrier_arrive(empty.at[slot])
-                return step + 1, following, tuple(new)
-
-            zero = plgpu.layout_cast(jnp.zeros((BOX, _PART), jnp.float32), plgpu.Layout.WGMMA)
-            steps = jnp.where(weight >= 0, k_steps, 0)
-            end, _, totals = lax.fori_loop(0, steps, per_step, (step, scales_of(0), (zero,) * parts))
-            # The second box of a group with fewer rows than one box is the first again: it has nothing to store.
-            my_rows = jnp.where((rows < BOX) & (wg == 1), 0, rows)
+            zeros = [
+                plgpu.layout_cast(jnp.zeros((BOX, columns), jnp.float32), plgpu.Layout.WGMMA) for _, _, columns in work
+            ]
+            _, _, totals = lax.fori_loop(0, steps, per_step, (step, scales_of(0), zeros))
             chunk = 0
-            for p in range(parts):
-                value = totals[p].astype(out.dtype)
-                for start in range(0, _PART, chunk_n):
+            for row, (_, first_column, columns), total in zip(rows_of, work, totals, strict=True):
+                value = total.astype(out.dtype)
+                for start in range(0, columns, chunk_n):
                     slot = chunk % c.out_slots
+                    where = pl.ds(n_tile * _TILE_N + first_column + start, chunk_n), out
+                    views = [view.at[wg, slot] for view in (out_write, out_box, out_row)]
                     plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
-                    store_rows(
-                        value[:, start : start + chunk_n],
-                        first,
-                        my_rows,
-                        pl.ds(col + p * _PART + start, chunk_n),
-                        out,
-                        out_write.at[wg, slot],
-                        out_box.at[wg, slot],
-                        out_row.at[wg, slot],
-                    )
+                    part = value[:, start : start + chunk_n]
+                    if boxes > 1:
+                        store_box(part, row, *where, *views[:2])
+                    else:
+                        store_rows(part, row, group_rows, *where, *views)
                     chunk += 1
-            return end
+
+        def per_tile(tile, step):
+            steps = jnp.where(tile[0] >= 0, k_steps, 0)
+            for boxes in range(1, max_boxes + 1):
+                pl.when(tile[3] == boxes)(functools.partial(tile_of, boxes, tile, step, steps))
+            return step + steps
 
         each_tile(my_tiles, tile_at, per_tile)
         plgpu.wait_smem_to_gmem(0)
@@ -190,7 +265,7 @@ def grouped_matmul_fp8(
     sx: jax.Array,  # float32 [M, K / 128]
     w: jax.Array,  # float8_e4m3fn [G, N, K]
     sw: jax.Array,  # float32 [G, N / 128, K / 128]
-    schedule: Schedule,  # for block=128
+    schedule: Schedule,  # for block=config.block_m
     *,
     config: Fp8Config = Fp8Config(),  # noqa: B008
     out_dtype=jnp.bfloat16,
@@ -221,10 +296,10 @@ def grouped_matmul_fp8(
         num_threads=CONSUMERS + 1,
         thread_name="wg",
         scratch_types=dict(
-            a_smem=row_views((c.stages, 2 * BOX, _BLOCK), x.dtype, plain=False, interpret=bool(interpret)),
-            b_smem=plgpu.SMEM((c.stages, c.block_n, _BLOCK), w.dtype, transforms=swizzled(w.dtype)),
+            a_smem=row_views((c.stages, c.block_m, _BLOCK), x.dtype, plain=False, interpret=bool(interpret)),
+            b_smem=plgpu.SMEM((c.stages, _TILE_N, _BLOCK), w.dtype, transforms=swizzled(w.dtype)),
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
-            full=plgpu.Barrier(num_arrivals=3, num_barriers=c.stages),
+            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 1, num_barriers=c.stages),
             empty=empty,
         ),
         compiler_params=compiler_params(),

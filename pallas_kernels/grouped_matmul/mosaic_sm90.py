@@ -3,7 +3,8 @@
 Persistent and warp-specialised. Each block of three warpgroups loops over output tiles of block_m x block_n: one
 warpgroup feeds a ring of shared-memory stages through TMA, running ahead into the next tile while the other two
 multiply and store. A tile's rows come as boxes of 64 rows (schedule.py), so ragged groups need no masks and no other
-store than a full box; only groups with fewer than 64 rows are stored row by row.
+store than a full box; only groups with fewer than 64 rows are stored row by row. A tile at the end of a group has as
+many boxes as its rows need: the two warpgroups take half of the boxes each, and half the columns of an odd one.
 
 Two variants of the weights: transposed ([G, K, N], for the gradient of x), and gated ([G, 2, F, K], F = N: a tile
 holds the same columns of the gate and of the up projection, and only their product is stored).
@@ -21,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .schedule import Schedule, each_tile, num_tiles, read_tile
+from .schedule import Schedule, each_tile, num_tiles, read_boxes
 
 BOX = 64
 SWIZZLE = 128
@@ -33,44 +34,30 @@ SMEM_BYTES = 227 * 1024
 class Config:
     """Tile shape and order of the prefill kernel.
 
-    block_m, block_n, block_k: output tile of a block and the depth of one stage (elements). split: how the two
-    multiplying warpgroups share a tile: "m" (64 rows each) or "n" (block_n / 2 columns each).
-    cluster: blocks that share the rows they load through TMA multicast, adjacent along N.
-    band: columns of tiles walked together before moving along N (0: all), which decides what stays in the L2 cache.
-    tail: give tiles of at most 64 rows, the ends of groups, half the work instead of a half-empty tile.
+    block_m, block_n, block_k: output tile of a block and the depth of one stage (elements). cluster: blocks that share
+    the rows they load through TMA multicast, adjacent along N. band: columns of tiles walked together before moving
+    along N (0: all), which decides what stays in the L2 cache.
     """
 
     block_n: int = 256
     block_k: int = 64
     stages: int = 4
-    split: Literal["m", "n"] = "m"
     cluster: int = 1
     band: int = 0
     block_m: int = 128
     out_slots: int = 2
-    tail: bool = True
     num_blocks: int | None = None
 
     def __post_init__(self):
-        if self.block_m != 2 * BOX:
-            raise ValueError(f"block_m={self.block_m}: this kernel works on tiles of {2 * BOX} rows; use that.")
-        if self.block_n % 64 or not 64 <= self.block_n <= 256:
-            raise ValueError(f"block_n={self.block_n}: choose a multiple of 64 up to 256.")
+        if self.block_m not in (2 * BOX, 4 * BOX):
+            raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
+        if self.block_n % 64 or not 64 <= self.block_n <= 512 * BOX // self.block_m:
+            raise ValueError(
+                f"block_n={self.block_n}: choose a multiple of 64 up to {512 * BOX // self.block_m} for block_m="
+                f"{self.block_m}; the accumulators of a warpgroup have to fit into its registers."
+            )
         if self.block_k != 64:
             raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
-        if self.split == "n" and self.block_n % 128:
-            raise ValueError(f"block_n={self.block_n} cannot be halved in chunks of 64 columns; use split='m'.")
-        if self.split == "n" and self.cluster > 1:
-            # Relative errors of 0.4 to 0.7 for ragged groups on an H200, not explained yet.
-            raise ValueError(
-                f"cluster={self.cluster} with split='n' has given wrong sums for ragged groups; use cluster=1 or "
-                "split='m'."
-            )
-
-    @property
-    def shares_box(self) -> bool:
-        """Whether a tile of at most 64 rows is halved along N, so that both warpgroups have work."""
-        return self.tail and self.split == "m" and self.block_n % 256 == 0
 
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
@@ -140,6 +127,24 @@ def load_rows(ref) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
 
 
+def arrive(barrier, *, cluster: int, interpret: bool):
+    """Arrives on a barrier of a block, or of a cluster, when the whole warpgroup is there.
+
+    One warp alone signals the blocks of a cluster, without waiting for the other three, whose products may still read
+    what is about to be overwritten.
+    """
+    if cluster > 1 and not interpret:
+        from jax.experimental.mosaic import gpu as mgpu
+
+        @plgpu.inline_mgpu()
+        def together(ctx):
+            del ctx
+            mgpu.utils.warpgroup_barrier()
+
+        together()
+    plgpu.barrier_arrive(barrier)
+
+
 def drain(steps, stages: int, empty):
     """Waits until the last stages are released: a block may leave only when nobody will arrive on its barriers."""
 
@@ -162,14 +167,19 @@ def walk(index, num_m, num_n: int, band: int):
     return m, which * band + lax.rem(within, band)
 
 
+def store_box(value, first_row, columns, out_gmem, write_view, box_view):
+    """Stores value [64, C] at out[first_row:, columns]."""
+    write_view[...] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(box_view, out_gmem.at[pl.ds(first_row, BOX), columns])
+
+
 def store_rows(value, first_row, rows, columns, out_gmem, write_view, box_view, row_view):
     """Stores value [64, C] at out[first_row:, columns]: a whole box, or row by row where the group has fewer rows."""
 
     @pl.when(rows >= BOX)
     def _():
-        write_view[...] = value
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(box_view, out_gmem.at[pl.ds(first_row, BOX), columns])
+        store_box(value, first_row, columns, out_gmem, write_view, box_view)
 
     @pl.when(rows < BOX)
     def _():
@@ -181,6 +191,23 @@ def store_rows(value, first_row, rows, columns, out_gmem, write_view, box_view, 
             return ()
 
         lax.fori_loop(0, rows, one, ())
+
+
+def columns_halve(width: int) -> bool:
+    """Whether the warpgroups can take half the columns each, in the chunks of 64 that are stored."""
+    return width % (CONSUMERS * 64) == 0
+
+
+def shares(boxes: int, wg, width: int) -> list[tuple[Any, Any, int]]:
+    """(box, first column, columns) of what a multiplying warpgroup does of a tile of `boxes` boxes x `width` columns.
+
+    Where an odd box cannot be halved in chunks of 64 columns, the second warpgroup gets a box that is not there.
+    """
+    whole, odd = divmod(boxes, CONSUMERS)
+    if odd and not columns_halve(width):
+        whole, odd = whole + 1, 0
+    half = width // CONSUMERS
+    return [(wg * whole + i, 0, width) for i in range(whole)] + [(boxes - 1, wg * half, half)] * odd
 
 
 def gated_product(gate: jax.Array, up: jax.Array, activation: Gate) -> jax.Array:
@@ -206,6 +233,7 @@ def _body(
     a_smem, a_load = as_views(a_smem, 2, interpret)
     out_write, out_box, out_row = as_views(out_smem, 3, interpret)
     k_steps = pl.cdiv(k, c.block_k)
+    max_boxes = c.block_m // BOX
     n_tiles = pl.cdiv(n, tile_n * c.cluster)
     wg = lax.axis_index("wg")
     num_m = num_tiles(schedule, x.shape[0], c.block_m, zero_tail=zero_tail)
@@ -216,14 +244,14 @@ def _body(
         m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        return *read_tile(schedule, m_tile, c.block_m, BOX), n_tile
+        return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
 
     @pl.when(wg == CONSUMERS)
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
         def per_tile(tile, step):
-            weight, row0, row1, rows, n_tile = tile
+            weight, first, last, boxes, _, n_tile = tile
             col = n_tile * tile_n
 
             def per_step(j, step):
@@ -235,9 +263,10 @@ def _body(
 
                 ks = pl.ds(j * c.block_k, c.block_k)
                 shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-                for box, row in enumerate((row0, row1)):
+                for box in range(max_boxes):
+                    row = jnp.where(box < boxes - 1, first + box * BOX, last)
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
-                    needed: Any = dict(predicate=rows > BOX) if box and c.shares_box and not interpret else {}
+                    needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
                 columns = pl.ds(col, tile_n)
                 if transposed:
@@ -258,24 +287,31 @@ def _body(
     def _multiply():
         plgpu.set_max_registers(232, action="increase")
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
-        halves = c.block_n // CONSUMERS
 
         def release(step):
-            plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
+            arrive(empty.at[lax.rem(step, c.stages)], cluster=c.cluster, interpret=interpret)
 
-        def rhs(slot, start, width):
-            columns = pl.ds(start, width)
-            return b_smem.at[slot, :, columns] if transposed else b_smem.at[slot, columns].T
+        def multiply(acc, slot, box, first_column, columns):
+            """acc [64, parts * columns] += a box times these columns of each part of the weights."""
+            a = a_smem.at[slot, pl.ds(box * BOX, BOX)]
+            joined = (
+                [(0, c.block_n)] if columns == tile_n else [(p * tile_n + first_column, columns) for p in range(parts)]
+            )
+            for p, (start, width) in enumerate(joined):
+                at = pl.ds(start, width)
+                b = b_smem.at[slot, :, at] if transposed else b_smem.at[slot, at].T
+                target = acc if len(joined) == 1 else acc.at[:, p * columns : (p + 1) * columns]
+                plgpu.wgmma(target, a, b)
+            return len(joined)
 
-        def total(step, steps, acc_m, acc_n, multiply):
-            """The sum over K of multiply(acc, slot), cast for the store."""
+        def totals(work, step, steps):
+            """The sums over K of the boxes and columns in `work`, cast for the store."""
 
-            def scope(acc):
+            def scope(*accs):
                 def per_step(j, step):
                     slot = lax.rem(step, c.stages)
                     plgpu.barrier_wait(full.at[slot])
-                    multiply(acc, slot)
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(sum(multiply(acc, slot, *piece) for acc, piece in zip(accs, work, strict=True)))
 
                     @pl.when(j > 0)
                     def _():
@@ -284,79 +320,44 @@ def _body(
                     return step + 1
 
                 end = lax.fori_loop(0, steps, per_step, step)
-                value = acc[...]
+                values = [acc[...] for acc in accs]
 
                 @pl.when(steps > 0)
                 def _():
                     release(end - 1)
 
                 if gate:
-                    value = gated_product(value[:, : acc_n // 2], value[:, acc_n // 2 :], gate)
-                return value.astype(out.dtype)
+                    values = [gated_product(v[:, : v.shape[1] // 2], v[:, v.shape[1] // 2 :], gate) for v in values]
+                return [v.astype(out.dtype) for v in values]
 
-            return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((acc_m, acc_n), jnp.float32))
+            accs = [plgpu.WGMMAAccumulatorRef((BOX, parts * columns), jnp.float32) for _, _, columns in work]
+            return pl.run_scoped(scope, *accs)
 
-        def store(value, boxes, rows, first_column):
+        def tile_of(boxes, tile, step, steps):
+            """A tile of this many boxes, which is known when the kernel is compiled."""
+            _, first, last, _, group_rows, n_tile = tile
+            work = shares(boxes, wg, tile_n)
+            always_whole = boxes > 1 and (boxes % CONSUMERS == 0 or columns_halve(tile_n))
             chunk = 0
-            for box, first in enumerate(boxes):
-                for start in range(0, value.shape[1], chunk_n):
+            for (box, first_column, columns), value in zip(work, totals(work, step, steps), strict=True):
+                row = jnp.where(box < boxes - 1, first + box * BOX, last)
+                rows = jnp.where(box < boxes, group_rows, 0)
+                for start in range(0, columns, chunk_n):
                     slot = chunk % c.out_slots
+                    where = pl.ds(n_tile * tile_n + first_column + start, chunk_n), out
+                    views = [view.at[wg, slot] for view in (out_write, out_box, out_row)]
                     plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
-                    store_rows(
-                        value[box * BOX : (box + 1) * BOX, start : start + chunk_n],
-                        first,
-                        rows,
-                        pl.ds(first_column + start, chunk_n),
-                        out,
-                        out_write.at[wg, slot],
-                        out_box.at[wg, slot],
-                        out_row.at[wg, slot],
-                    )
+                    part = value[:, start : start + chunk_n]
+                    if always_whole:
+                        store_box(part, row, *where, *views[:2])
+                    else:
+                        store_rows(part, row, rows, *where, *views)
                     chunk += 1
 
-        def two_boxes(step, steps, row0, row1, rows, col):
-            if c.split == "m":
-
-                def multiply(acc, slot):
-                    plgpu.wgmma(acc, a_smem.at[slot, pl.ds(wg * BOX, BOX)], rhs(slot, 0, c.block_n))
-
-                value = total(step, steps, BOX, c.block_n, multiply)
-                # Without one_box, the second box of a group with fewer rows than a box is the first: nothing to store.
-                mine = rows if c.shares_box else jnp.where((rows < BOX) & (wg == 1), 0, rows)
-                store(value, [jnp.where(wg == 0, row0, row1)], mine, col)
-            else:
-
-                def multiply(acc, slot):
-                    plgpu.wgmma(acc, a_smem.at[slot], rhs(slot, wg * halves, halves))
-
-                value = total(step, steps, 2 * BOX, halves, multiply)
-                store(value[:BOX], [row0], rows, col + wg * halves)
-                store(value[BOX:], [row1], jnp.where(rows < BOX, 0, rows), col + wg * halves)
-
-        def one_box(step, steps, row0, rows, col):
-            """A tile of at most 64 rows: the warpgroups share its columns."""
-
-            def multiply(acc, slot):
-                a = a_smem.at[slot, pl.ds(0, BOX)]
-                if gate:
-                    for part in range(2):
-                        b = rhs(slot, part * tile_n + wg * (tile_n // 2), tile_n // 2)
-                        plgpu.wgmma(acc.at[:, part * (tile_n // 2) : (part + 1) * (tile_n // 2)], a, b)
-                else:
-                    plgpu.wgmma(acc, a, rhs(slot, wg * halves, halves))
-
-            value = total(step, steps, BOX, halves, multiply)
-            store(value, [row0], rows, col + wg * (tile_n // 2))
-
         def per_tile(tile, step):
-            weight, row0, row1, rows, n_tile = tile
-            col = n_tile * tile_n
-            steps = jnp.where(weight >= 0, k_steps, 0)
-            if c.shares_box:
-                pl.when(rows > BOX)(lambda: two_boxes(step, steps, row0, row1, rows, col))
-                pl.when(rows <= BOX)(lambda: one_box(step, steps, row0, rows, col))
-            else:
-                two_boxes(step, steps, row0, row1, rows, col)
+            steps = jnp.where(tile[0] >= 0, k_steps, 0)
+            for boxes in range(1, max_boxes + 1):
+                pl.when(tile[3] == boxes)(functools.partial(tile_of, boxes, tile, step, steps))
             return step + steps
 
         each_tile(my_tiles, tile_at, per_tile)
@@ -387,8 +388,8 @@ def grouped_matmul(
         raise ValueError(
             f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX} and N, K that are multiples of 64; pad the arrays."
         )
-    if gate and (transposed or c.split == "n"):
-        raise ValueError("gate goes with weights [G, 2, N, K] and Config(split='m'); use those.")
+    if gate and transposed:
+        raise ValueError("gate goes with weights [G, 2, N, K]; use those.")
     if c.cluster > 1:
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=CONSUMERS, num_barriers=c.stages)
     else:
@@ -410,7 +411,7 @@ def grouped_matmul(
             a_smem=row_views((c.stages, c.block_m, c.block_k), x.dtype, plain=False, interpret=bool(interpret)),
             b_smem=plgpu.SMEM((c.stages, *b_shape), w.dtype, transforms=swizzled(w.dtype)),
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
-            full=plgpu.Barrier(num_arrivals=4 if gate else 3, num_barriers=c.stages),
+            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + (2 if gate else 1), num_barriers=c.stages),
             empty=empty,
         ),
         compiler_params=compiler_params(),

@@ -121,3 +121,19 @@ def read_tile(schedule: Schedule, index, block: int, box: int):
     rows = jnp.minimum(end - top, block)
     weight = jnp.where(rows > 0, schedule.weight[index], -1)
     return weight, top, jnp.maximum(top, top + rows - box), rows
+
+
+def read_boxes(schedule: Schedule, index, block: int, box: int):
+    """(weight, first row, first row of the last box, boxes, rows of its group) of a tile that is not moved up.
+
+    Box i < boxes - 1 begins at first row + i * box; only the last box is moved up, so that a tile costs no more than
+    its rows rounded up to whole boxes. boxes is 0 where a sum of sizes was cut at M. A group with fewer rows than a box
+    has one box, which reaches over its end.
+    """
+    index = jnp.maximum(jnp.minimum(index, schedule.weight.shape[0] - 1), 0)
+    first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
+    rows = jnp.maximum(jnp.minimum(end - first, block), 0)
+    boxes = jax.lax.div(rows + (box - 1), jnp.int32(box))
+    last = jnp.maximum(start, first + rows - box)
+    weight = jnp.where(boxes > 0, schedule.weight[index], -1)
+    return weight, jnp.minimum(first, last), last, boxes, end - start
