@@ -13,6 +13,7 @@ from quantize_emulator import Machine, Memory
 from jmoe import compat
 from jmoe.backends import Engine, dispatch_payload, exchange_for, get_backend
 from jmoe.backends.base import received_valid
+from jmoe.backends.combine import decoder, returned
 from jmoe.backends.engine import ENGINE, engine_reason, remote_write_engine
 from jmoe.caps import DeviceCaps
 from jmoe.payload import pack, row_layout
@@ -287,6 +288,46 @@ def test_every_hook_of_an_engine_leads_to_the_same_dispatch(wire):
     assert int(np.asarray(first[3]).sum()) > 0
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["nvlink_one_sided", "low_latency"])
+@pytest.mark.parametrize("wire", [None, "mxfp8"])
+def test_rows_given_back_by_the_kernel_are_the_portable_ones(monkeypatch, name, wire):
+    """The engine's slices, moved by the reference of the kernel, with garbage in what nobody fills."""
+    from pallas_kernels.all_to_all import mosaic_ragged, ragged_all_to_all_reference
+
+    def moved(rows, into, here, sizes, there, *, axis_name, num_ranks):
+        assert num_ranks == 4
+        received = jax.lax.all_to_all(sizes, axis_name, 0, 0, tiled=True)
+        into = jnp.full_like(into, 0xFF if into.dtype == jnp.uint8 else jnp.nan)
+        return ragged_all_to_all_reference(rows, into, here, sizes, there, received, axis_name=axis_name)
+
+    monkeypatch.setattr(mosaic_ragged, "ragged_push", moved)
+    backend = get_backend(name)
+    layout = row_layout(64, "bfloat16", 3)
+    exchange = exchange_for(backend, tokens=6, num_ranks=4, num_local=2, top_k=3, axis_name="ep", capacity_factor=0.75)
+    engine = Engine("give back", ENGINE.push, ENGINE.reduce, give_back=ENGINE.give_back)
+
+    def run(x, ids, weights):
+        plan = backend.plan(ids, exchange)
+        got = dispatch_payload(x, ids, weights, plan, backend=backend, exchange=exchange, layout=layout)
+        y = jnp.where(jnp.any(got.ids >= 0, axis=1, keepdims=True), got.x.astype(jnp.float32) * 3, jnp.nan)
+        results = []
+        for e in (exchange, dataclasses.replace(exchange, engine=engine)):
+            buffer = returned(backend, e, wire, y, plan, got.ids)
+            results.append(backend.sum_back(buffer, plan, decode=decoder(64, wire)))
+        return results
+
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((4, 6, 64)).astype(jnp.bfloat16)
+    ids = rng.integers(-1, 8, (4, 6, 3)).astype(np.int32)
+    weights = rng.random((4, 6, 3), np.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("ep",))
+    local = lambda *a: jax.tree.map(lambda v: v[None], run(*[v[0] for v in a]))  # noqa: E731
+    want, got = jax.jit(compat.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, ids, weights)
+    assert float(np.abs(want).sum()) > 0
+    np.testing.assert_array_equal(got, want)
 
 
 def test_ragged_all_to_all_names_what_its_kernel_cannot_do():

@@ -38,6 +38,8 @@ class Engine:
         the way, with the same bytes; None where it cannot do that for these rows and this layout.
     push_apart(x [T, D], tail uint8 [T, ...], plan, exchange): two arrays at once, ([N, D], [N, ...], counts), so that
         float rows need neither packing nor unpacking; None where it cannot do that.
+    give_back(rows [N, W], counts int32 [R] or [E_loc, R], plan, exchange) -> [S, C, W]: what `Backend.give_back`
+        returns for the first `counts` rows of each source; slots that nobody filled may hold garbage.
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
     reduce_as(y, weights, plan, exchange, out_dtype, wire): `reduce` with a quantised wire.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
@@ -48,6 +50,7 @@ class Engine:
     reduce: Callable[[jax.Array, jax.Array | None, Plan, Exchange, jnp.dtype], jax.Array]
     push_encoding: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
     push_apart: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
+    give_back: Callable[[jax.Array, jax.Array, Plan, Exchange], jax.Array] | None = None
     prepare: Callable[[Plan, Exchange], Plan] | None = None
     reduce_as: Callable[..., jax.Array] | None = None
     words: str = ""
@@ -183,6 +186,15 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def give_back(self, y: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
         """Received rows -> owner's slots [S, C, W]; the inverse of `forward` on the slots that are in use."""
+
+    def return_rows(self, y: jax.Array, recv_ids: jax.Array, plan: Plan, ex: Exchange) -> jax.Array:
+        """`give_back` of the rows that have an id, by the exchange's kernel if it has one; other slots hold garbage."""
+        if ex.engine is None or ex.engine.give_back is None or not self.kernel_slot:
+            return self.give_back(y, plan, ex)
+        shape = (ex.num_ranks, ex.capacity)
+        shape = (ex.num_local, *shape) if self.form == "batched" else shape
+        counts = jnp.sum(jnp.any(recv_ids >= 0, axis=1).reshape(shape), axis=-1, dtype=jnp.int32)
+        return ex.engine.give_back(y, counts, plan, ex)
 
     def fill_slots(self, x: jax.Array, plan: Plan, *, fill: jax.Array | None = None) -> jax.Array:
         """Rows [T, W] in the slots of the plan, [S, C, W]; empty slots hold `fill` [W] or zeros."""

@@ -14,11 +14,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jmoe.payload import RowLayout, pack, row_layout, unpack_data
+from jmoe.payload import RowLayout, row_layout, unpack_data
 from jmoe.plan import Plan, merge_weights
 
 from .base import Backend, Exchange
-from .scales import decode_rows, encode_rows
+from .scales import decode_rows, pack_rows
 
 
 def combine(
@@ -65,7 +65,7 @@ def _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids):
         total = backend.collective_sum(_real_rows(y, recv_ids).astype(jnp.float32), exchange)
         if total is not None:
             return total.astype(out_dtype)
-    return _sum(_returned(backend, exchange, wire, y, plan, recv_ids), backend, wire, out_dtype, y, weights, plan)
+    return _sum(returned(backend, exchange, wire, y, plan, recv_ids), backend, wire, out_dtype, y, weights, plan)
 
 
 def _real_rows(y: jax.Array, recv_ids: jax.Array) -> jax.Array:
@@ -73,19 +73,17 @@ def _real_rows(y: jax.Array, recv_ids: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(recv_ids >= 0, axis=1, keepdims=True), y, jnp.zeros((), y.dtype))
 
 
-def _returned(backend, exchange, wire, y, plan, recv_ids) -> jax.Array:
+def returned(backend, exchange, wire, y, plan, recv_ids) -> jax.Array:
     """The owner's slots, [S, C, D] of the exchange's dtype or uint8 [S, C, row]."""
     if wire is None:
-        return backend.give_back(y.astype(exchange.dtype), plan, exchange)
-    return backend.give_back(pack_returned(_real_rows(y, recv_ids), wire), plan, exchange)
+        return backend.return_rows(y.astype(exchange.dtype), recv_ids, plan, exchange)
+    return backend.return_rows(pack_returned(_real_rows(y, recv_ids), wire), recv_ids, plan, exchange)
 
 
 def pack_returned(y: jax.Array, wire: str) -> jax.Array:
     """Rows [N, D] as they travel back in a quantised format: uint8 [N, row]."""
-    layout = _return_layout(y.shape[1], wire)
-    rows, _ = encode_rows(y, layout, axis_name=None)
     nothing = jnp.zeros((y.shape[0], 0), jnp.int32)
-    return pack(rows, nothing, nothing.astype(jnp.float32), layout)
+    return pack_rows(y, nothing, nothing.astype(jnp.float32), _return_layout(y.shape[1], wire), axis_name=None)[0]
 
 
 def _return_layout(hidden: int, wire: str) -> RowLayout:
@@ -111,7 +109,7 @@ def _combine_fwd(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids)
     if backend.form == "standard":
         out = _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids)
         return out, (plan, recv_ids, weights, None, like)
-    buffer = _returned(backend, exchange, wire, y, plan, recv_ids)  # the weights' derivative needs these rows
+    buffer = returned(backend, exchange, wire, y, plan, recv_ids)  # the weights' derivative needs these rows
     out = _sum(buffer, backend, wire, out_dtype, y, weights, plan)
     return out, (plan, recv_ids, weights, buffer, like)
 

@@ -20,7 +20,7 @@ from jmoe.plan import Plan
 from pallas_kernels.quantize import QTensor
 
 from .base import Backend, Exchange, received_valid
-from .scales import decode_rows, encode_rows
+from .scales import decode_rows, pack_rows
 
 
 @jax.tree_util.register_dataclass
@@ -76,8 +76,7 @@ def start(
         apart = engine.push_apart(x.astype(layout.dtype), pack(x[:, :0], ids, weights, tail), plan, exchange)
         if apart is not None:
             return InFlight(apart[1], apart[2], None, apart[0])
-    payload, global_scale = encode_rows(x, layout, axis_name=exchange.axis_name, global_scale=global_scale)
-    rows = pack(payload, ids, weights, layout)
+    rows, global_scale = pack_rows(x, ids, weights, layout, axis_name=exchange.axis_name, global_scale=global_scale)
     if engine is not None:
         received, counts = engine.push(rows, plan, exchange)
     else:
@@ -190,7 +189,7 @@ def _dispatch_bwd(backend, exchange, layout, residuals, cotangents):
     dweights = jnp.where(local >= 0, dweights, 0)
     if engine is not None:
         dx = engine.reduce(dx, None, plan, exchange, jnp.dtype(jnp.float32))
-        dweights = backend.sum_back(backend.give_back(dweights, plan, exchange), plan)
+        dweights = backend.sum_back(backend.return_rows(dweights, local, plan, exchange), plan)
         return dx.astype(like.dtype), dweights, None, None, None
     back = row_layout(layout.hidden, exchange.dtype, layout.top_k)  # both cotangents travel in one row
     decode = lambda rows: (decode_rows(unpack_data(rows, back), jnp.float32), unpack_weights(rows, back))  # noqa: E731

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jmoe.caps import DeviceCaps
 from jmoe.payload import RowLayout, to_bytes
@@ -131,6 +132,39 @@ def push_apart(
     return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1]), counts
 
 
+def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange) -> jax.Array:
+    """Received rows [N, W] to the slots of their owners, [S, C, W]; see `Engine.give_back`."""
+    from pallas_kernels.all_to_all import mosaic_ragged
+
+    num_ranks, num_local, capacity = exchange.num_ranks, exchange.num_local, exchange.capacity
+    batched = plan.form == "batched"
+    width = rows.shape[-1]
+    rows = rows.reshape(-1, width)
+    shape = (num_ranks * num_local if batched else num_ranks, capacity, width)
+    if rows.size == 0:
+        return jnp.zeros(shape, rows.dtype)
+    unit = max(1, _UNIT // rows.dtype.itemsize)
+    wide = _padded(rows, -(-width // unit) * unit)
+    slices = num_local if batched else 1  # of each peer; entry (peer, expert)
+    peer = jnp.arange(num_ranks, dtype=jnp.int32)[:, None]
+    expert = jnp.arange(slices, dtype=jnp.int32)[None, :]
+    here = (expert * num_ranks + peer) * capacity
+    there = jnp.broadcast_to((exchange.rank() * slices + expert) * capacity, here.shape)
+    sizes = counts.reshape(slices, num_ranks).T
+    axis = exchange.axis_name
+    assert axis is not None
+    out = mosaic_ragged.ragged_push(
+        wide,
+        lax.empty((shape[0] * capacity, wide.shape[1]), wide.dtype),
+        here.reshape(-1),
+        sizes.reshape(-1).astype(jnp.int32),
+        there.reshape(-1),
+        axis_name=axis,
+        num_ranks=num_ranks,
+    )
+    return out[:, :width].reshape(shape)
+
+
 def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array:
     """Experts' rows y [N, D] added up at their owners, [T, D]; see `Engine.reduce`."""
     from pallas_kernels.all_to_all import mosaic_combine
@@ -162,4 +196,4 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
     return out[:, :width]
 
 
-ENGINE = Engine("remote-write", push, reduce, push_encoding)
+ENGINE = Engine("remote-write", push, reduce, push_encoding, give_back=give_back)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.payload import RowLayout
-from pallas_kernels.quantize import QTensor, dequantize, exact, get_format, quantize
+from jmoe.payload import RowLayout, pack
+from pallas_kernels.quantize import QTensor, dequantize, exact, get_format, quantize, quantize_rows
 from pallas_kernels.quantize.reference import encode_scale
 
 
@@ -55,6 +55,42 @@ def encode_rows(
         global_scale = jnp.asarray(global_scale, jnp.float32)
     alignment = layout.columns if layout.columns != layout.hidden else 0
     return quantize(x, fmt, global_scale=global_scale, alignment=alignment), global_scale
+
+
+def pack_rows(
+    x: jax.Array | QTensor,
+    ids: jax.Array,
+    weights: jax.Array,
+    layout: RowLayout,
+    *,
+    axis_name: str | None,
+    global_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`pack` of `encode_rows`: rows as they travel, uint8 [T, row_bytes], and the global decode scale or None.
+
+    A kernel that quantises writes the packed rows itself, so that they are not written twice.
+    """
+    fmt = layout.format
+    if isinstance(x, QTensor) or fmt is None or x.size == 0 or layout.ids_offset == layout.row_bytes:
+        payload, global_scale = encode_rows(x, layout, axis_name=axis_name, global_scale=global_scale)
+        return pack(payload, ids, weights, layout), global_scale
+    if fmt.global_scale != "tensor":
+        global_scale = None
+    elif global_scale is None:
+        global_scale = shared_global_scale(x, layout.wire, axis_name)
+    tail = jnp.concatenate([ids.astype(jnp.int32), lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)], 1)
+    rows = quantize_rows(
+        x,
+        fmt,
+        tail,
+        row_bytes=layout.row_bytes,
+        scale_offset=layout.scale_offset,
+        row_scale_offset=layout.row_scale_offset if layout.row_scale_bytes else None,
+        tail_offset=layout.ids_offset,
+        columns=layout.columns,
+        global_scale=global_scale,
+    )
+    return rows, global_scale
 
 
 def decode_rows(x: jax.Array | QTensor, dtype) -> jax.Array:
