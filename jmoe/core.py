@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels.quantize import QTensor, get_format
 
 from .backends import combine, get_backend, shared_global_scale, uniform_global_scale
+from .backends.base import Backend, Exchange
+from .backends.scales import encode_rows
 from .backends.straight_through import dispatch
 from .experts import ExpertWeights, apply_batched_experts, apply_experts, get_experts
 from .placement import Placement, num_unreachable, to_physical
@@ -30,15 +32,18 @@ def exchange_and_compute(
     ids: jax.Array,
     weights: jax.Array,
     *,
-    placement: Placement,
+    placement: Placement | None,
     rank_mask: jax.Array | None = None,
+    out_dtype=jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
     """Routed tokens through their experts, wherever those are. Inside shard_map, or on one rank.
 
     Arguments:
         layer: of `build_moe`. experts: this rank's E_loc slots.
         x: [T, D]. ids: int32 [T, K] logical ids, -1 for none. weights: float32 [T, K].
-    Returns: float32 [T, output size], and int32 [] assignments that were lost to capacity or to masked ranks.
+        placement: None where physical slot p holds expert p.
+        out_dtype: what the float32 sums are cast to.
+    Returns: [T, output size], and int32 [] assignments that were lost to capacity or to masked ranks.
 
     Differentiable in x, weights and float experts; quantisation is passed straight through.
     """
@@ -46,18 +51,40 @@ def exchange_and_compute(
     decision, layout, ex = layer.decision(tokens), layer.layout(tokens), layer.exchange(tokens)
     backend, config = get_backend(decision.backend), layer.config
     with jax.named_scope("plan"):
-        physical = to_physical(ids, placement, rank_mask=rank_mask, first_token=ex.rank() * tokens)
-        plan = backend.plan(physical, ex, rank_mask=rank_mask if backend.takes_rank_mask else None)
-        dropped = plan.dropped + num_unreachable(ids, physical, placement)
-
+        physical, unreachable = ids, jnp.int32(0)
+        if placement is not None:
+            physical = to_physical(ids, placement, rank_mask=rank_mask, first_token=ex.rank() * tokens)
+            unreachable = num_unreachable(ids, physical, placement)
     x = x.astype(config.jnp_dtype)
     experts, scale = _input_scale(experts, x, physical, decision, ex.axis_name)
+    kind = layer.experts if layer.experts != "auto" else "grouped"
+    quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
+    wire = config.quant.combine_wire
+    if backend.name == "local" and wire is None:
+        # One rank: a row that goes nowhere needs no plan, no packing and no buffers.
+        rows, _ = encode_rows(x, layout, axis_name=None, global_scale=scale)
+        with jax.named_scope("experts"):
+            out = apply_experts(
+                rows if isinstance(rows, QTensor) else rows.astype(config.jnp_dtype),
+                physical,
+                weights,
+                experts,
+                config,
+                experts=kind,
+                quantize_input=quantize_input,
+                straight_through=x if isinstance(rows, QTensor) else None,
+                out_dtype=out_dtype,
+                implementation=layer.implementation,
+            )
+        return out, unreachable
+
+    with jax.named_scope("plan"):
+        plan = backend.plan(physical, ex, rank_mask=rank_mask if backend.takes_rank_mask else None)
     with jax.named_scope("dispatch"):
         got, through = dispatch(
             x, physical, weights, plan, backend=backend, exchange=ex, layout=layout, global_scale=scale
         )
     rows = got.x if isinstance(got.x, QTensor) else got.x.astype(config.jnp_dtype)
-    quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
     with jax.named_scope("experts"):
         if backend.form == "batched":
             blocks = (ex.num_local, ex.num_ranks * ex.capacity)
@@ -72,7 +99,6 @@ def exchange_and_compute(
                 implementation=layer.implementation,
             ).reshape(backend.num_rows(ex), -1)
         else:
-            kind = layer.experts if layer.experts != "auto" else "grouped"
             assert get_experts(kind).form == "standard"
             y = apply_experts(
                 rows,
@@ -83,20 +109,18 @@ def exchange_and_compute(
                 experts=kind,
                 quantize_input=quantize_input,
                 straight_through=through,
+                out_dtype=_returned_dtype(backend, ex, wire),
                 implementation=layer.implementation,
             )
     with jax.named_scope("combine"):
-        out = combine(
-            y,
-            weights,
-            plan,
-            backend=backend,
-            exchange=ex,
-            recv_ids=got.ids,
-            wire=config.quant.combine_wire,
-            out_dtype=jnp.float32,
-        )
-    return out, dropped
+        out = combine(y, weights, plan, backend=backend, exchange=ex, recv_ids=got.ids, wire=wire, out_dtype=out_dtype)
+    return out, plan.dropped + unreachable
+
+
+def _returned_dtype(backend: Backend, ex: Exchange, wire: str | None):
+    """The dtype in which the experts' sums leave for their owners, so that they are cast once, where they are made."""
+    adds_float32 = type(backend).collective_sum is not Backend.collective_sum
+    return jnp.float32 if adds_float32 or wire is not None else ex.dtype
 
 
 def _input_scale(

@@ -15,15 +15,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.quantize import QTensor, quantize_weights
 
 from . import compat
-from .backends import Exchange, exchange_for, get_backend
-from .backends.engine import remote_write_engine
-from .caps import DeviceCaps
+from .backends import Axis, Exchange, exchange_for, get_backend
+from .backends.engine import ENGINE, remote_write_engine
+from .backends.hierarchical import hierarchical_engine
+from .caps import DeviceCaps, count_hosts
 from .config import MoEConfig
 from .core import exchange_and_compute
 from .experts import ExpertsSpec, ExpertWeights, get_experts, shared_expert
@@ -47,15 +49,15 @@ def mesh_in_context() -> AnyMesh | None:
 class MoELayer:
     """A checked layer: everything that is decided before tracing. Hashable, made by `build_moe`.
 
-    mesh: None for one rank. expert_axis: the axis of the mesh over which the experts are spread; token_axes: those over
-    which the tokens are. num_ranks R, num_local E_loc. backend: the name asked for ("auto" decides for each token
-    count). experts: the kind of experts, "auto" or a name in `jmoe.experts.EXPERTS`. caps: of the devices.
-    implementation: of the grouped matmul, None for the best.
+    mesh: None for one rank. expert_axis: the axis of the mesh over which the experts are spread, or several of them,
+    the first slowest; token_axes: those over which the tokens are. num_ranks R, num_local E_loc. backend: the name
+    asked for ("auto" decides for each token count). experts: the kind of experts, "auto" or a name in
+    `jmoe.experts.EXPERTS`. caps: of the devices. implementation: of the grouped matmul, None for the best.
     """
 
     config: MoEConfig
     mesh: AnyMesh | None
-    expert_axis: str
+    expert_axis: Axis
     token_axes: tuple[str, ...]
     num_ranks: int
     num_local: int
@@ -84,6 +86,12 @@ class MoELayer:
     def exchange(self, tokens: int) -> Exchange:
         """The static facts of the exchange of `tokens` tokens on each rank."""
         config, decision = self.config, self.decision(tokens)
+        engine, hosts = None, 1
+        if decision.transport == "kernel":
+            engine = remote_write_engine(self.caps)
+        elif decision.transport == "hierarchical":
+            hosts = self.caps.num_hosts
+            engine = hierarchical_engine(ENGINE if self.caps.local_kernels else None)
         return exchange_for(
             get_backend(decision.backend),
             tokens=tokens,
@@ -93,7 +101,8 @@ class MoELayer:
             axis_name=self.expert_axis if self.mesh is not None and self.num_ranks > 1 else None,
             capacity_factor=config.capacity_factor,
             dtype=config.dtype,
-            engine=remote_write_engine(self.caps) if decision.transport == "kernel" else None,
+            engine=engine,
+            num_hosts=hosts,
         )
 
     def memory(self, tokens: int) -> dict[str, int]:
@@ -144,12 +153,25 @@ def _decide(layer: MoELayer, tokens: int) -> Decision:
     )
 
 
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    """One axis or several, as several."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _hosts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Hosts over which the ranks along `axes` are spread; 1 where that differs elsewhere in the mesh."""
+    last = [mesh.axis_names.index(a) for a in axes]
+    rows = np.moveaxis(mesh.devices, last, range(-len(last), 0)).reshape(-1, math.prod(mesh.shape[a] for a in axes))
+    found = {count_hosts(list(row)) for row in rows}
+    return found.pop() if len(found) == 1 else 1
+
+
 @functools.lru_cache(maxsize=1024)
 def build_moe(
     config: MoEConfig,
     *,
     mesh: AnyMesh | None = None,
-    expert_axis: str = "ep",
+    expert_axis: Axis = "ep",
     token_axes: tuple[str, ...] | None = None,
     backend: str = "auto",
     experts: str = "auto",
@@ -162,7 +184,8 @@ def build_moe(
     Arguments:
         config: what the layer computes, and what is quantised.
         mesh: the devices; None, or a mesh without `expert_axis`, is one rank.
-        expert_axis: the mesh axis over which experts are spread. token_axes: those over which tokens are (None: all).
+        expert_axis: the mesh axis over which experts are spread, or several of them, the first slowest: (hosts, ranks
+            of a host). token_axes: those over which tokens are (None: all).
         backend: how tokens move, a name of `jmoe.backends.BACKENDS` or an alias, or "auto".
         experts: a name of `jmoe.experts.EXPERTS`, or "auto".
         num_local: expert slots on each rank, where a placement has replicas (None: ceil(E / R)).
@@ -173,6 +196,9 @@ def build_moe(
     axes that the mesh lacks. Each message says what is possible.
     """
     axes = () if mesh is None else tuple(mesh.axis_names)
+    expert_axes = axis_names(expert_axis)
+    if len(expert_axes) == 1:
+        expert_axis = expert_axes[0]
     if token_axes is None:
         token_axes = axes
     unknown = [a for a in token_axes if a not in axes]
@@ -181,22 +207,32 @@ def build_moe(
             f"token_axes={token_axes} names axes that the mesh does not have: {unknown}; it has {axes}. Leave "
             "token_axes out to spread the tokens over all of them."
         )
-    if expert_axis in axes and expert_axis not in token_axes:
+    if any(a in axes and a not in token_axes for a in expert_axes):
         raise ValueError(
             f"The expert axis {expert_axis!r} is not among token_axes={token_axes}: tokens must be spread over the "
             "axis along which they are exchanged. Add it, or leave token_axes out."
         )
-    if axes and expert_axis not in axes:
+    if axes and not set(expert_axes) <= set(axes):
         if backend not in ("auto", "local", "none"):
             raise ValueError(
                 f"backend={backend!r} exchanges tokens over the mesh axis {expert_axis!r}, but the mesh has {axes}. "
                 "Name one of them as expert_axis, or use backend='local'."
             )
         mesh, token_axes = None, ()
-    num_ranks = mesh.shape[expert_axis] if mesh is not None else 1
+    num_ranks = math.prod(mesh.shape[a] for a in expert_axes) if mesh is not None else 1
     if caps is None:
         caps = DeviceCaps.detect(list(mesh.devices.flat) if isinstance(mesh, Mesh) else None)
-        caps = dataclasses.replace(caps, num_devices=max(num_ranks, 1), link="local" if num_ranks == 1 else caps.link)
+        caps = dataclasses.replace(
+            caps,
+            num_devices=max(num_ranks, 1),
+            link="local" if num_ranks == 1 else caps.link,
+            num_hosts=_hosts_along(mesh, expert_axes) if isinstance(mesh, Mesh) else 1,
+        )
+    if caps.local_kernels and isinstance(expert_axis, str):
+        raise ValueError(
+            f"caps.local_kernels=True with expert_axis={expert_axis!r}: the kernel inside a host needs an axis that "
+            "spans one host. Use a mesh with axes (hosts, ranks of a host) and pass both as expert_axis."
+        )
     slots = -(-config.num_experts // num_ranks)
     if num_local is not None and num_local < slots:
         raise ValueError(
@@ -287,10 +323,18 @@ def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
             correction_bias=params.correction_bias,
             valid=valid,
         )
-    if placement is None:
+    if placement is None and (rank_mask is not None or config.num_experts != layer.num_ranks * layer.num_local):
         placement = even_placement(config.num_experts, layer.num_ranks)
+    shares = params.shared_gate_up is not None
     y, dropped = exchange_and_compute(
-        layer, params.experts, x, routing.ids, routing.weights, placement=placement, rank_mask=rank_mask
+        layer,
+        params.experts,
+        x,
+        routing.ids,
+        routing.weights,
+        placement=placement,
+        rank_mask=rank_mask,
+        out_dtype=jnp.float32 if shares else x.dtype,
     )
     if params.shared_gate_up is not None:
         with jax.named_scope("shared_expert"):
@@ -344,9 +388,9 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
             f"x has shape {x.shape} and valid {None if valid is None else valid.shape}; the layer takes "
             f"[..., {config.hidden_size}] and a mask of x's leading shape."
         )
-    if placement is None:
+    if placement is None and config.num_experts != layer.num_ranks * layer.num_local:
         placement = even_placement(config.num_experts, layer.num_ranks)
-    if placement.num_ranks != layer.num_ranks or placement.num_local != layer.num_local:
+    if placement is not None and (placement.num_ranks, placement.num_local) != (layer.num_ranks, layer.num_local):
         raise ValueError(
             f"The placement has {placement.num_ranks} ranks x {placement.num_local} slots, the layer {layer.num_ranks} "
             f"x {layer.num_local}; build the layer with num_local={placement.num_local}, or use another placement."
@@ -395,7 +439,7 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
     return y, stats
 
 
-def _in_physical_order(layer: MoELayer, params: MoEParams, placement: Placement) -> MoEParams:
+def _in_physical_order(layer: MoELayer, params: MoEParams, placement: Placement | None) -> MoEParams:
     """Parameters with P expert slots; E experts in logical order are placed where the two differ."""
     held, slots = params.experts.gate_up.shape[0], layer.num_ranks * layer.num_local
     if held == slots:
@@ -405,6 +449,7 @@ def _in_physical_order(layer: MoELayer, params: MoEParams, placement: Placement)
             f"The expert weights hold {held} experts; this layer takes {slots} slots in physical order, or its "
             f"{layer.config.num_experts} experts in logical order."
         )
+    assert placement is not None  # without one, the experts are as many as the slots
     place = lambda leaf: to_physical_order(leaf, placement) if leaf.ndim else leaf  # noqa: E731
     experts: ExpertWeights = jax.tree.map(place, params.experts)
     return dataclasses.replace(params, experts=experts)

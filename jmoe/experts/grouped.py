@@ -34,6 +34,7 @@ def apply_experts(
     quantize_input: bool = False,
     straight_through: jax.Array | None = None,
     order: Sorted | None = None,
+    out_dtype=jnp.float32,
     implementation: str | None = None,
 ) -> jax.Array:
     """Runs each row through those of its experts that are held here, and sums their outputs with its weights.
@@ -51,9 +52,10 @@ def apply_experts(
         straight_through: for a QTensor x, the float [N, D] array it stands for; its values are not read, it receives
             the gradient of the dequantised x.
         order: sort_by_expert(ids, E), where the caller has made it already (for example with fewer places).
+        out_dtype: what the float32 sums are cast to.
         implementation: of the grouped matmul, None for the best.
 
-    Returns: float32 [N, D], or [N, hidden_size_unpadded] where the configuration has that.
+    Returns: out_dtype [N, D], or [N, hidden_size_unpadded] where the configuration has that.
 
     Differentiable in float x, weights, float params and `straight_through`; quantisation is passed straight through.
 
@@ -83,7 +85,7 @@ def apply_experts(
     else:
         row_weight = None
     y = _compute(x, order, row_weight, params, config, spec, quantize_input, straight_through, implementation)  # [M, D]
-    out = combine_rows(y, order.position, weights.astype(jnp.float32))
+    out = combine_rows(y, order.position, weights.astype(jnp.float32), out_dtype=out_dtype)
     return out[:, : config.output_size]
 
 
