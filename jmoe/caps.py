@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -97,10 +97,14 @@ def detect_link(devices: Sequence[Any]) -> Link:
     if devices[0].platform != "gpu":
         return "host"
     ordinals = tuple(sorted(getattr(d, "local_hardware_id", i) for i, d in enumerate(devices)))
-    matrix = peer_matrix(ordinals)
-    if matrix is None or not all(access for access, _ in matrix.values()):
+    return link_of(peer_matrix(ordinals))
+
+
+def link_of(peers: Mapping[tuple[int, int], tuple[bool, bool]] | None) -> Link:
+    """The link of several GPUs in one process, from their `peer_matrix`."""
+    if peers is None or not all(access for access, _ in peers.values()):
         return "host"
-    return "nvlink" if all(atomics for _, atomics in matrix.values()) else "pcie"
+    return "nvlink" if all(atomics for _, atomics in peers.values()) else "pcie"
 
 
 @functools.cache

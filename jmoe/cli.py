@@ -1,4 +1,4 @@
-"""The command line: `jmoe explain`, `jmoe doctor`, `jmoe bench`.
+"""The command line: `jmoe explain`, `jmoe doctor`, `jmoe bench`, `jmoe quantize`.
 
 Exit status: 0 if all is well, 1 if something was found to be wrong, 2 for a command that makes no sense.
 """
@@ -9,15 +9,22 @@ import argparse
 import dataclasses
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+
+from . import __version__
+
+if TYPE_CHECKING:
+    from .machine import Probes
+    from .selftest import Case, Result
 
 # Heavier imports (JAX, the policy, benchmarks) wait until a command needs them, so that --help is quick.
 
@@ -31,13 +38,39 @@ MACHINES = {
 }
 
 
+HELP = {
+    "explain": "what a layer would send, who quantises it, why, and what it costs",
+    "doctor": "what is wrong with this machine's setup, and whether it computes correctly",
+    "bench": "measure one part beside its peers and ceilings, or compare two runs",
+    "quantize": "convert a checkpoint's experts to a low-bit format",
+}
+EXAMPLES = """examples:
+  jmoe doctor
+  jmoe explain qwen3-30b-a3b --devices 8 --tokens 4096 --quant nvfp4_online
+  jmoe explain Qwen3-30B-A3B/config.json --machine b200
+  jmoe bench dispatch --smoke
+  jmoe bench layer --json after.json && jmoe bench compare before.json after.json
+  jmoe quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4 --format nvfp4
+
+`jmoe COMMAND --help` has the options of a command. Exit status: 0 if all is well, 1 if something was
+found to be wrong, 2 for a command that makes no sense."""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Options and what they mean side by side; descriptions and examples as they are written."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32, width=min(shutil.get_terminal_size().columns, 104) - 2)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status is returned."""
-    parser = _parser()
+    """Run a command; its exit status is returned. Without a command, say which ones there are."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser(argv)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
-        return 2
+        return 0
     try:
         return args.run(args)
     except (ValueError, NotImplementedError) as refusal:
@@ -45,17 +78,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jmoe", description="Expert-parallel Mixture-of-Experts for JAX.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jmoe",
+        description="Expert-parallel Mixture-of-Experts for JAX on NVIDIA GPUs.",
+        epilog=EXAMPLES,
+        formatter_class=_Help,
+    )
+    parser.add_argument("--version", action="version", version=f"jmoe {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_explain(commands)
     _add_doctor(commands)
     _add_bench(commands)
-    _add_quantize(commands)
+    _add_quantize(commands, asked=argv[:1] == ["quantize"])
     return parser
 
 
-def _add_quantize(commands) -> None:
+def _add_quantize(commands, *, asked: bool) -> None:
+    if not asked:  # its options are in a package that loads JAX, which `jmoe doctor` may have to do without
+        commands.add_parser("quantize", help=HELP["quantize"])
+        return
     from .checkpoint.cli import add_subparser
 
     add_subparser(commands)
@@ -67,32 +109,54 @@ def _add_quantize(commands) -> None:
 def _add_explain(commands) -> None:
     p = commands.add_parser(
         "explain",
-        help="what a layer would send, who quantises it, why, and what it costs",
-        description="What a layer would send, who quantises it, why, how large its buffers are, what every other "
-        "backend would do, and what a Blackwell machine would do.",
+        help=HELP["explain"],
+        formatter_class=_Help,
+        description="What a layer would send between its ranks, who quantises it and why, how large its buffers are,\n"
+        "what every other backend would do instead, and what a Blackwell machine would do.",
+        epilog="examples:\n  jmoe explain deepseek-v3 --machine h200 --devices 8 --quant fp8\n"
+        "  jmoe explain --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --tokens 64",
     )
     p.add_argument(
         "model",
         nargs="?",
-        help="a named shape (qwen3-30b-a3b, deepseek-v3, gpt-oss-120b, mixtral-8x7b, ...), a Hugging Face config.json, "
-        "or the folder that holds one",
+        metavar="MODEL",
+        help="a named shape (qwen3-30b-a3b, deepseek-v3, gpt-oss-120b, mixtral-8x7b, ...; a wrong name lists all), a "
+        "Hugging Face config.json, or the folder that holds one",
     )
-    p.add_argument("--hidden", type=int, metavar="D", help="hidden size")
-    p.add_argument("--intermediate", type=int, metavar="F", help="width of one expert")
-    p.add_argument("--experts", type=int, metavar="E", help="number of experts")
-    p.add_argument("--top-k", type=int, metavar="K", help="experts of one token")
-    p.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of unquantised data")
-    p.add_argument("--quant", metavar="FORMAT", help="format of the activations: mxfp8, nvfp4_online, fp8, ... or none")
-    p.add_argument("--weights", metavar="FORMAT", help="format that the expert weights are kept in")
-    p.add_argument("--wire", metavar="FORMAT", help="what travels, in place of the policy's choice")
-    p.add_argument("--combine-wire", metavar="FORMAT", help="what expert outputs travel back as: mxfp8")
-    p.add_argument("--mx-alignment", type=int, metavar="N", help="pad MX payloads to a multiple of N columns")
-    p.add_argument("--capacity-factor", type=float, metavar="X", help="limit of rows for each pair of ranks")
-    p.add_argument("--backend", default="auto", help="how tokens move (default: auto)")
-    p.add_argument("--devices", type=int, metavar="R", help="expert-parallel ranks (default: this machine's devices)")
-    p.add_argument("--tokens", type=int, default=4096, metavar="T", help="tokens on each rank (default: 4096)")
-    p.add_argument("--machine", choices=tuple(MACHINES), help="explain for another machine than this one")
-    p.add_argument("--hosts", type=int, default=1, help="hosts that the ranks are spread over, with --machine")
+    layer = p.add_argument_group("the layer (without MODEL, or in place of what it says)")
+    layer.add_argument("--hidden", type=int, metavar="D", help="hidden size")
+    layer.add_argument("--intermediate", type=int, metavar="F", help="width of one expert")
+    layer.add_argument("--experts", type=int, metavar="E", help="number of experts")
+    layer.add_argument("--top-k", type=int, metavar="K", help="experts of one token")
+    layer.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), metavar="DTYPE", help="of what is not quantised"
+    )
+    layer.add_argument(
+        "--capacity-factor", type=float, metavar="X", help="limit of rows for each pair of ranks (default: dropless)"
+    )
+    quant = p.add_argument_group("quantisation")
+    quant.add_argument(
+        "--quant", metavar="FORMAT", help="of the activations: mxfp8, fp8, nvfp4_online, modelopt_fp4, mxfp4, none"
+    )
+    quant.add_argument("--weights", metavar="FORMAT", help="that the expert weights are kept in")
+    quant.add_argument("--wire", metavar="FORMAT", help="that travels, in place of the policy's choice")
+    quant.add_argument("--combine-wire", metavar="FORMAT", help="that expert outputs travel back in: mxfp8")
+    quant.add_argument("--mx-alignment", type=int, metavar="N", help="pad MX payloads to a multiple of N columns")
+    where = p.add_argument_group("where it runs")
+    where.add_argument("--backend", default="auto", metavar="NAME", help="how tokens move (default: auto)")
+    where.add_argument(
+        "--devices", type=int, metavar="R", help="expert-parallel ranks (default: this machine's devices)"
+    )
+    where.add_argument("--tokens", type=int, default=4096, metavar="T", help="tokens on each rank (default: 4096)")
+    where.add_argument(
+        "--machine",
+        choices=tuple(MACHINES),
+        metavar="NAME",
+        help=f"another machine than this one: {', '.join(MACHINES)}",
+    )
+    where.add_argument(
+        "--hosts", type=int, default=1, metavar="N", help="hosts that the ranks are spread over, with --machine"
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=_explain)
 
@@ -144,8 +208,7 @@ def layer_config(args: argparse.Namespace):
         if not path.is_file():
             raise ValueError(
                 f"{args.model!r} is neither a file, nor a folder with a config.json, nor a named shape; named shapes "
-                f"are "
-                f"{', '.join(SHAPES)}."
+                f"are {', '.join(SHAPES)}."
             )
         config = dataclasses.replace(from_hf(_read_json(path)), **given)
     quant = {
@@ -183,13 +246,16 @@ def _machine(args: argparse.Namespace):
             link = caps.link if caps.num_devices > 1 else "nvlink" if caps.platform == "gpu" else "host"
         else:
             link = "local" if ranks == 1 else caps.link
-        return dataclasses.replace(caps, num_devices=ranks, link=link), ranks
+        hosts = caps.num_hosts if ranks == caps.num_devices else 1
+        return dataclasses.replace(caps, num_devices=ranks, link=link, num_hosts=hosts), ranks
     name, capability = MACHINES[args.machine]
     ranks = args.devices or 8
     linked = "nvlink" if capability and capability[0] != 8 or args.machine == "a100" else "host"
     link = "network" if args.hosts > 1 else "local" if ranks == 1 else linked
     platform = "gpu" if capability else "cpu"
-    return DeviceCaps(platform, capability, num_devices=ranks, link=link, name=name), ranks
+    if args.hosts < 1 or ranks % args.hosts:
+        raise ValueError(f"--hosts {args.hosts} for {ranks} devices; hosts must hold equally many.")
+    return DeviceCaps(platform, capability, num_devices=ranks, link=link, name=name, num_hosts=args.hosts), ranks
 
 
 # --- doctor
@@ -198,59 +264,64 @@ def _machine(args: argparse.Namespace):
 def _add_doctor(commands) -> None:
     p = commands.add_parser(
         "doctor",
-        help="what is wrong with this machine's setup, and whether the layer computes correctly on it",
-        description="Devices, driver, versions, peer access, NCCL, which kernels can run and why not, and a short test "
-        "of the layer's numbers on this machine. Exit status 1 if a problem was found.",
+        help=HELP["doctor"],
+        formatter_class=_Help,
+        description="Devices, driver, versions, peer access, NCCL; which kernels can run and why not; and ten seconds\n"
+        "of tests that this machine computes what it should. Exit status 1 if something does not work;\n"
+        "warnings (slower, or less than it could be) leave it at 0.",
     )
-    p.add_argument("--no-self-test", action="store_true", help="look, and do not run the layer")
+    p.add_argument("--no-self-test", action="store_true", help="look, and compute nothing")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    return run_doctor(self_test=not args.no_self_test, as_json=args.json)
+
+
+def run_doctor(
+    *,
+    self_test: bool = True,
+    as_json: bool = False,
+    probes: Probes | None = None,
+    cases: Sequence[Case] | None = None,
+) -> int:
+    """Print what `jmoe.doctor.examine` finds; its exit status. probes, cases: as there."""
     from . import doctor
-    from .selftest import CASES, self_test
 
-    console = Console(stderr=args.json)
-    facts = doctor.gather()
-    findings, kernels = doctor.diagnose(facts), doctor.kernels(facts)
-    results = []
-    if not args.no_self_test:
-        with _progress(console) as progress:
-            task = progress.add_task("self-test", total=len(CASES))
-
-            def step(name: str) -> None:
-                progress.update(task, description=f"self-test: {name}")
-
-            for case in CASES:
-                results += self_test((case,), step)
-                progress.advance(task)
-    bad = any(f.level == "problem" for f in findings) or not all(r.ok for r in results)
-    if args.json:
-        found = {"findings": findings, "kernels": kernels, "self_test": results}
-        print(json.dumps({k: [dataclasses.asdict(x) for x in v] for k, v in found.items()}, indent=1))
-        return int(bad)
+    console = Console(stderr=as_json)
+    with _progress(console) as progress:
+        watch = _Watch(progress, "looking at the machine")
+        step = lambda name: watch.step(f"self-test: {name}")  # noqa: E731
+        report = doctor.examine(probes, self_test=self_test, cases=cases, step=step)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1))
+        return report.status
     console.print("[bold]Setup[/]")
-    console.print(_lines([(f.level, f.what, f.todo) for f in findings]))
-    console.print("[bold]Kernels[/]")
-    console.print(_lines([("runs" if k.runs else "not run", f"{k.name}: {k.why}", "") for k in kernels]))
-    if results:
-        console.print("[bold]Self-test of the layer[/] (SQNR against float64 on the host)")
-        console.print(_lines([("ok" if r.ok else "failed", *_result(r)) for r in results]))
-    return int(bad)
+    console.print(_lines([(f.level, f.what, f.todo) for f in report.findings]))
+    console.print("\n[bold]GPU kernels[/]")
+    console.print(_lines([("runs" if k.runs else "off", k.name, k.why) for k in report.kernels]))
+    if report.self_test:
+        console.print("\n[bold]Self-test[/] [dim](signal to noise against float64 on the host)[/]")
+        console.print(_lines([(r.status, *_result(r)) for r in report.self_test]))
+    colour = "red" if report.status else "yellow" if report.warned else "green"
+    console.print(f"\n{report.verdict()}", style=colour, highlight=False)
+    return report.status
 
 
-def _result(r) -> tuple[str, str]:
-    figure = "did not run" if r.sqnr is None else f"{r.sqnr:.1f} dB"
-    return f"{r.name}: {figure} in {r.seconds:.1f} s", r.detail
+def _result(r: Result) -> tuple[str, str]:
+    if r.status == "skipped":
+        return f"{r.name}: not run", r.detail
+    figure = "did not run through" if r.sqnr is None else f"{r.sqnr:.1f} dB, must be {r.limits}"
+    return f"{r.name}: {figure}", f"{r.detail}; {r.seconds:.1f} s"
 
 
 def _lines(rows: Sequence[tuple[str, str, str]]) -> Table:
     """Rows of a mark, a statement and, below it, what to do or how it ran."""
-    colours = {"problem": "red", "failed": "red", "warning": "yellow", "not run": "yellow"}
+    colours = {"problem": "red", "failed": "red", "warning": "yellow", "off": "yellow", "skipped": "yellow"}
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(width=2)
-    grid.add_column(no_wrap=True)
+    grid.add_column(width=0)
+    grid.add_column(no_wrap=True, min_width=8)
     grid.add_column()
     for mark, statement, more in rows:
         grid.add_row("", Text(mark, style=colours.get(mark, "green")), Text(statement))
@@ -267,12 +338,17 @@ def _add_bench(commands) -> None:
 
     p = commands.add_parser(
         "bench",
-        help="measure, with peers and ceilings in the same run",
-        description="Measure one part of jmoe beside its peers and ceilings, or compare two runs.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="benchmarks:\n" + "\n".join(f"  {name:<16}{what}" for name, what in BENCHES.items()),
+        help=HELP["bench"],
+        description="Measure one part of jmoe beside its peers and its ceilings, all in the same run; or compare two "
+        "runs.",
+        formatter_class=_Help,
+        epilog="benchmarks:\n"
+        + "\n".join(f"  {name:<16}{what}" for name, what in BENCHES.items())
+        + "\n  compare         two files of one benchmark; exit status 1 if a figure got worse"
+        + "\n\nexamples:\n  jmoe bench quantize --json q.json --plot q.png"
+        + "\n  jmoe bench compare before.json after.json --threshold 3",
     )
-    p.add_argument("name", metavar="NAME", help=f"{', '.join(BENCHES)}; or `compare A.json B.json`")
+    p.add_argument("name", metavar="NAME", help="one of the benchmarks below")
     p.add_argument("files", nargs="*", metavar="FILE", help="for compare: the files of two runs")
     p.add_argument("--smoke", action="store_true", help="tiny shapes, seconds on a CPU; speeds are not meaningful")
     p.add_argument("--json", metavar="FILE", help="write the figures to FILE")
@@ -285,17 +361,17 @@ def _add_bench(commands) -> None:
 
 
 class _Watch:
-    """A benchmark's progress on a progress bar."""
+    """Progress of a benchmark or a self-test on a progress bar."""
 
-    def __init__(self, bar: Progress):
-        self.bar, self.task = bar, bar.add_task("starting", total=None)
+    def __init__(self, bar: Progress, first: str = "starting"):
+        self.bar, self.first, self.task = bar, first, bar.add_task(first, total=None)
 
     def start(self, total: int) -> None:
         self.bar.update(self.task, total=total)
 
     def step(self, description: str) -> None:
         task = self.bar.tasks[self.task]
-        advance = 0 if task.description == "starting" else 1
+        advance = 0 if task.description == self.first else 1
         self.bar.update(self.task, description=description, advance=advance)
 
 

@@ -1,73 +1,24 @@
-"""`jmoe doctor`: what is wrong with this machine's setup, found from facts that are gathered first.
+"""`jmoe doctor`: what is wrong with this machine's setup, found from facts that `jmoe.machine` gathers first.
 
-`gather()` looks at the machine; every check is a pure function of the `Facts`, so each broken setup has a test that
-needs no GPU. `jmoe.selftest` then runs the layer.
+Every check is a pure function of the `Facts`, so each broken setup has a test that needs no GPU. `jmoe.selftest` then
+runs the layer. `examine` does all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import os
-import platform
-import subprocess
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from . import caps as device_caps
-from .caps import parse_capability
+from .machine import Facts, Probes, gather, version
+
+if TYPE_CHECKING:
+    from .caps import DeviceCaps
+    from .selftest import Case, Result
 
 OLDEST_JAX, KERNELS_JAX, NEXT_JAX = (0, 10, 2), (0, 11), (0, 13)
 MINIMUM_DRIVER = {12: 525, 13: 580}  # NVIDIA driver branch that a CUDA major version needs
 BUSY_BYTES, BUSY_PERCENT = 1 << 30, 10
-PLUGIN_PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """One GPU as the driver sees it (nvidia-smi), before this process used it. Memory in bytes, utilization in %."""
-
-    index: int
-    name: str
-    memory_total: int = 0
-    memory_used: int = 0
-    utilization: int = 0
-    mig: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What was found. Nothing here is a judgement.
-
-    packages: installed versions by package name (jax, jaxlib, the CUDA plugins, NCCL, flax, jmoe). driver: of NVIDIA,
-    "" if there is none. gpus: as the driver sees them. jax_platform: where JAX runs by default, "" if it cannot start;
-    jax_error: why it could not, or why it found no GPU. jax_devices: (kind, compute capability) of each device of JAX.
-    peers: for ordered pairs of CUDA devices, (memory access, native atomics); None if the driver could not be asked.
-    mosaic_error: why Pallas Mosaic GPU cannot be imported. env: the variables that matter, where they are set.
-    """
-
-    python: str = ""
-    packages: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    driver: str = ""
-    gpus: tuple[Gpu, ...] = ()
-    jax_platform: str = "cpu"
-    jax_error: str = ""
-    jax_devices: tuple[tuple[str, tuple[int, int] | None], ...] = ()
-    peers: Mapping[tuple[int, int], tuple[bool, bool]] | None = None
-    mosaic_error: str = ""
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def jax(self) -> tuple[int, ...]:
-        return version(self.packages.get("jax", ""))
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.jax_platform == "gpu"
-
-    @property
-    def plugins(self) -> dict[str, str]:
-        return {name: self.packages[name] for name in PLUGIN_PACKAGES if name in self.packages}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +31,6 @@ class Finding:
     todo: str = ""
 
 
-def version(text: str) -> tuple[int, ...]:
-    """ "0.11.2.dev3" -> (0, 11, 2); "" -> ()."""
-    parts = []
-    for part in text.split("."):
-        if not part.isdigit():
-            break
-        parts.append(int(part))
-    return tuple(parts)
-
-
 def _branch(driver: str) -> int:
     return (version(driver) or (0,))[0]
 
@@ -99,6 +40,10 @@ def best_extra(driver: str) -> str:
     return "cuda13" if _branch(driver) >= MINIMUM_DRIVER[13] else "cuda12"
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
 # --- the checks
 
 
@@ -106,23 +51,33 @@ def check_gpu(f: Facts) -> list[Finding]:
     """Is there a GPU at all?"""
     if f.gpus:
         names = ", ".join(sorted({g.name for g in f.gpus}))
-        return [Finding("ok", f"{len(f.gpus)} GPU{'s' * (len(f.gpus) > 1)} ({names}), driver {f.driver}")]
+        hidden = len(f.gpus) - len(f.visible_gpus)
+        visible = f"; CUDA_VISIBLE_DEVICES={f.env['CUDA_VISIBLE_DEVICES']} hides {hidden}" if hidden else ""
+        return [Finding("ok", f"{_count(len(f.gpus), 'GPU')} ({names}), driver {f.driver}{visible}")]
     if f.on_gpu:
-        return [Finding("ok", f"JAX has {len(f.jax_devices)} GPUs (nvidia-smi could not be asked)")]
+        return [Finding("ok", f"JAX has {_count(len(f.jax_devices), 'GPU')} (nvidia-smi could not be asked)")]
     return [
         Finding(
             "warning",
             "no GPU: nvidia-smi lists none",
-            "Everything runs on the CPU through the portable implementations, with the same results and no speed. If "
-            "there should be a GPU, check that the NVIDIA driver is loaded (nvidia-smi) and that a container was "
-            "started "
-            "with --gpus all.",
+            "Everything runs on the CPU, with the same results and no speed. If there should be a GPU: `nvidia-smi` "
+            "must list it, which needs the NVIDIA driver, and in a container `docker run --gpus all`.",
         )
     ]
 
 
-def check_plugin(f: Facts) -> list[Finding]:
-    """Can JAX see the GPUs that are there?"""
+def check_start(f: Facts) -> list[Finding]:
+    """Does JAX start, and on the GPUs that are there?"""
+    if not f.jax_platform:
+        again = f"pip install -U 'jmoe[{best_extra(f.driver)}]'" if f.gpus else "pip install -U jmoe"
+        return [
+            Finding(
+                "problem",
+                f"JAX does not start: {f.jax_error or 'no reason given'}",
+                f"Fix the version findings in this list first, if there are any; else `{again}` brings JAX and jaxlib "
+                "of one version.",
+            )
+        ]
     if not f.gpus or f.on_gpu:
         return []
     if not f.plugins:
@@ -130,7 +85,7 @@ def check_plugin(f: Facts) -> list[Finding]:
         return [
             Finding(
                 "problem",
-                f"JAX has no CUDA plugin: it runs on {f.jax_platform or 'nothing'} beside {len(f.gpus)} idle GPUs",
+                f"JAX has no CUDA plugin: it runs on {f.jax_platform} beside {_count(len(f.gpus), 'idle GPU')}",
                 f"pip install 'jmoe[{extra}]' (driver {f.driver} takes CUDA {extra[4:]}).",
             )
         ]
@@ -147,11 +102,21 @@ def check_plugin(f: Facts) -> list[Finding]:
                 "Unset CUDA_VISIBLE_DEVICES, or list the GPUs to use: 0,1.",
             )
         ]
+    if f.plugin_error:
+        major = next(iter(f.plugins))[8:10]
+        return [
+            Finding(
+                "problem",
+                f"JAX's CUDA plugin does not load: {f.plugin_error}",
+                f"pip install -U 'jmoe[cuda{major}]' brings the CUDA libraries that it was built for. If they are "
+                "installed, LD_LIBRARY_PATH may put others before them: unset it.",
+            )
+        ]
     return [
         Finding(
             "problem",
             f"JAX does not start on the GPUs: {f.jax_error or 'no reason given'}",
-            "Fix the version findings in this list first; then run `python -c 'import jax; jax.devices(\"cuda\")'` for "
+            "Fix the version findings in this list first; then `python -c 'import jax; jax.devices(\"cuda\")'` gives "
             "the whole message.",
         )
     ]
@@ -206,8 +171,10 @@ def check_versions(f: Facts) -> list[Finding]:
             )
         )
     if not found and f.jax:
-        plugin = f", {', '.join(f'{n} {v}' for n, v in f.plugins.items())}" if f.plugins else ""
-        found.append(Finding("ok", f"Python {f.python}, JAX {f.packages['jax']}, jaxlib {jaxlib}{plugin}"))
+        plugin = f", CUDA {majors[0]} plugin of the same version" if majors else ""
+        same = jaxlib == f.packages["jax"]
+        jaxlib = "" if same else f", jaxlib {jaxlib}"
+        found.append(Finding("ok", f"Python {f.python}, JAX {f.packages['jax']}{jaxlib}{plugin}"))
     return found
 
 
@@ -219,8 +186,7 @@ def check_kernels_jax(f: Facts) -> list[Finding]:
     return [
         Finding(
             "problem",
-            f"JAX {f.packages['jax']} is too old for the GPU kernels, which need 0.11: the portable implementations "
-            f"run",
+            f"JAX {f.packages['jax']} is too old for the GPU kernels, which need 0.11: plain XLA runs in their place",
             f"pip install -U 'jmoe[{best_extra(f.driver)}]'{newer}.",
         )
     ]
@@ -238,11 +204,9 @@ def check_peers(f: Facts) -> list[Finding]:
             Finding(
                 "problem",
                 f"no peer access between GPUs {', '.join(shut)}: the one-sided kernels cannot run, and NCCL goes "
-                f"through "
-                "the host's memory",
-                "`nvidia-smi topo -p2p r` shows the reason. Usual ones: PCIe access control (ACS) or the IOMMU is "
-                "on, a "
-                "virtual machine without peer-to-peer, MIG. Choose GPUs of one NVLink domain with "
+                "through the host's memory",
+                "`nvidia-smi topo -p2p r` shows the reason. Usual ones: PCIe access control (ACS) or the IOMMU is on, "
+                "a virtual machine without peer-to-peer, MIG. Choose GPUs of one NVLink domain with "
                 "CUDA_VISIBLE_DEVICES.",
             )
         ]
@@ -275,32 +239,28 @@ def check_nccl(f: Facts) -> list[Finding]:
 
 def check_busy(f: Facts) -> list[Finding]:
     """Is somebody else using the GPUs?"""
-    busy = [g for g in f.gpus if g.memory_used > BUSY_BYTES or g.utilization > BUSY_PERCENT]
+    busy = [g for g in f.visible_gpus if g.memory_used > BUSY_BYTES or g.utilization > BUSY_PERCENT]
     if not busy:
         return []
-    free = [str(g.index) for g in f.gpus if g not in busy]
+    free = [str(g.index) for g in f.visible_gpus if g not in busy]
     used = "; ".join(
-        f"GPU {g.index} has {g.memory_used / 2**30:.1f} of {g.memory_total / 2**30:.0f} GiB in use, {g.utilization} "
-        f"% busy"
+        f"GPU {g.index} has {g.memory_used / 2**30:.1f} of {g.memory_total / 2**30:.0f} GiB in use and is "
+        f"{g.utilization} % busy"
         for g in busy
     )
     todo = (
-        f"CUDA_VISIBLE_DEVICES={','.join(free)} uses the free ones."
+        f"CUDA_VISIBLE_DEVICES={','.join(free)} leaves the free ones."
         if free
         else "Wait, or end the processes that `nvidia-smi` lists."
     )
-    return [
-        Finding(
-            "warning",
-            f"{len(busy)} of {len(f.gpus)} GPUs are in use by other processes: {used}. Figures will vary",
-            todo,
-        )
-    ]
+    of = f"{len(busy)} of {_count(len(f.visible_gpus), 'GPU')} {'is' if len(busy) == 1 else 'are'}"
+    what = f"{of} in use by other processes: {used}. Memory may run out, and figures will vary"
+    return [Finding("warning", what, todo)]
 
 
 def check_mig(f: Facts) -> list[Finding]:
     """Are the GPUs cut into slices?"""
-    if not any(g.mig for g in f.gpus):
+    if not any(g.mig for g in f.visible_gpus):
         return []
     return [
         Finding(
@@ -314,7 +274,7 @@ def check_mig(f: Facts) -> list[Finding]:
 CHECKS: tuple[Callable[[Facts], list[Finding]], ...] = (
     check_gpu,
     check_versions,
-    check_plugin,
+    check_start,
     check_kernels_jax,
     check_peers,
     check_nccl,
@@ -334,134 +294,102 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One group of kernels: whether it runs here, and if not, why and what runs instead."""
+    """One group of kernels: whether it runs here; why it does not, and what runs in its place."""
 
     name: str
     runs: bool
     why: str
 
 
+def device_caps(f: Facts) -> DeviceCaps:
+    """The devices that JAX has, as the policy describes them."""
+    from .caps import DeviceCaps, link_of
+
+    on_gpu, count = f.on_gpu, max(len(f.jax_devices), 1)
+    name, capability = f.jax_devices[0] if f.jax_devices else ("", None)
+    link = "local" if count == 1 else link_of(f.peers) if on_gpu else "host"
+    new = f.jax >= KERNELS_JAX
+    why = "" if new else f"the kernels need JAX 0.11 or newer, this is {f.packages.get('jax', 'none')}"
+    return DeviceCaps(f.jax_platform or "cpu", capability, count, link, kernels=new, kernels_reason=why, name=name)
+
+
 def kernels(f: Facts) -> list[Kernel]:
-    """The kernels of `pallas_kernels`, and whether they can run on these devices."""
-    capability = f.jax_devices[0][1] if f.jax_devices else None
-    if not f.on_gpu or capability is None:
-        blocked = "there is no GPU; plain XLA runs instead"
-    elif f.jax < KERNELS_JAX:
-        blocked = f"JAX {f.packages.get('jax')} is older than 0.11; plain XLA runs instead"
-    elif f.mosaic_error:
-        blocked = f"Pallas Mosaic GPU cannot be imported ({f.mosaic_error}); plain XLA runs instead"
-    else:
-        blocked = ""
+    """The kernels of `pallas_kernels`, and whether they can run on these devices, by their own reasons."""
+    if not f.jax_platform:
+        return [Kernel("all kernels", False, "JAX does not start")]
+    if not f.on_gpu:
+        return [Kernel("all kernels", False, "JAX has no GPU; plain XLA runs in their place, with the same results")]
+    if f.jax < KERNELS_JAX:
+        why = f"JAX {f.packages.get('jax')} is older than 0.11; plain XLA runs in their place, with the same results"
+        return [Kernel("all kernels", False, why)]
+    if f.mosaic_error:
+        why = f"Pallas Mosaic GPU cannot be imported ({f.mosaic_error}); plain XLA runs in their place"
+        return [Kernel("all kernels", False, why)]
+    from .support import kernel_reasons
 
-    def on(name: str, majors: tuple[int, ...], what: str) -> Kernel:
-        if blocked:
-            return Kernel(name, False, blocked)
-        assert capability is not None
-        if capability[0] not in majors:
-            return Kernel(name, False, f"made for {what}; this is sm_{capability[0]}{capability[1]}")
-        return Kernel(name, True, what)
-
-    remote = on("one-sided exchange", (9, 10), "Hopper and Blackwell")
-    if remote.runs and len(f.jax_devices) < 2:
-        remote = Kernel(remote.name, False, "there is one GPU: nothing has to be exchanged")
-    elif remote.runs and (f.peers is None or not all(access for access, _ in f.peers.values())):
-        remote = Kernel(remote.name, False, "the GPUs have no peer access; XLA's collectives run instead")
-    triton = "jax-triton" in f.packages
-    ampere = on("grouped matmul, Triton", (8,), "Ampere and Ada")
-    if ampere.runs and not triton:
-        ampere = Kernel(ampere.name, False, "jax-triton is not installed: pip install 'jmoe[triton]'")
-    return [
-        on("quantise and dequantise", (9, 10), "Hopper and Blackwell"),
-        on("grouped matmul, Hopper", (9,), "Hopper (sm_90a)"),
-        on("grouped matmul, block-scaled", (10,), "Blackwell (sm_100a)"),
-        ampere,
-        remote,
-    ]
+    return [Kernel(name, why is None, why or "") for name, why in kernel_reasons(device_caps(f)).items()]
 
 
-# --- looking at the machine
+# --- everything
 
 
-def gather() -> Facts:
-    """Look at this machine. Asks nvidia-smi before JAX starts, so that other processes' use of the GPUs is seen."""
-    driver, gpus = _nvidia_smi()
-    env = {k: os.environ[k] for k in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS") if k in os.environ}
-    packages = _packages()
-    jax_platform, jax_error, devices, ordinals = _jax(bool(gpus))
-    mosaic_error = ""
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `examine` found. self_test is empty where it was not asked for."""
+
+    findings: list[Finding]
+    kernels: list[Kernel]
+    self_test: list[Result]
+
+    @property
+    def status(self) -> int:
+        """Exit status: 1 if something does not work, 0 if all does (there may be warnings)."""
+        problem = any(f.level == "problem" for f in self.findings)
+        return int(problem or any(r.status == "failed" for r in self.self_test))
+
+    @property
+    def warned(self) -> bool:
+        return any(f.level == "warning" for f in self.findings)
+
+    def verdict(self) -> str:
+        """One sentence for the end of the page."""
+        problems = sum(f.level == "problem" for f in self.findings)
+        warnings = sum(f.level == "warning" for f in self.findings)
+        failed = sum(r.status == "failed" for r in self.self_test)
+        parts = [_count(n, what) for n, what in ((problems, "problem"), (warnings, "warning")) if n]
+        parts += [f"{_count(failed, 'self-test')} failed"] if failed else []
+        if self.status:
+            return ", ".join(parts) + ": something here does not work until it is mended."
+        return f"{parts[0]}; what this machine has works." if parts else "Nothing is wrong."
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"findings": self.findings, "kernels": self.kernels, "self_test": self.self_test}
+        return {"status": self.status} | {k: [dataclasses.asdict(x) for x in v] for k, v in found.items()}
+
+
+def examine(
+    probes: Probes | None = None,
+    *,
+    self_test: bool = True,
+    cases: Sequence[Case] | None = None,
+    step: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Look at a machine and, where JAX starts, test what it computes.
+
+    probes: questions to the machine (None: this one). cases: of the self-test (None: `jmoe.selftest.CASES`). step:
+    called with the name of each case before it runs.
+    """
+    facts = gather(probes)
+    findings = diagnose(facts)
+    able: list[Kernel] = []
+    results: list[Result] = []
     try:
-        import jax.experimental.pallas.mosaic_gpu  # noqa: F401
-    except Exception as e:  # whatever is broken there is a finding, not a crash
-        mosaic_error = f"{type(e).__name__}: {e}"
-    return Facts(
-        python=platform.python_version(),
-        packages=packages,
-        driver=driver,
-        gpus=gpus,
-        jax_platform=jax_platform,
-        jax_error=jax_error,
-        jax_devices=devices,
-        peers=device_caps.peer_matrix(ordinals) if len(ordinals) > 1 else None,
-        mosaic_error=mosaic_error,
-        env=env,
-    )
+        able = kernels(facts)
+        if self_test and facts.jax_platform:
+            from .selftest import CASES, run_self_test
 
-
-def _packages() -> dict[str, str]:
-    wanted = ("jmoe", "jax", "jaxlib", "flax", "jax-triton", *PLUGIN_PACKAGES, "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-    found = {}
-    for name in wanted:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _jax(expect_gpu: bool):
-    """(platform, error, devices, CUDA ordinals) of JAX in this process."""
-    import jax
-
-    try:
-        devices = jax.devices()
-    except Exception as e:  # a broken installation is what is being looked for
-        return "", f"{type(e).__name__}: {e}", (), ()
-    platform_name, error = devices[0].platform, ""
-    if expect_gpu and platform_name != "gpu":
-        try:
-            jax.devices("cuda")
-        except Exception as e:
-            error = str(e).splitlines()[0]
-    kinds = tuple((d.device_kind, parse_capability(getattr(d, "compute_capability", None))) for d in devices)
-    ordinals = (
-        tuple(getattr(d, "local_hardware_id", i) for i, d in enumerate(devices)) if platform_name == "gpu" else ()
-    )
-    return platform_name, error, kinds, ordinals
-
-
-def _nvidia_smi() -> tuple[str, tuple[Gpu, ...]]:
-    fields = "driver_version,index,name,memory.total,memory.used,utilization.gpu,mig.mode.current"
-    try:
-        text = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return "", ()
-    return parse_nvidia_smi(text)
-
-
-def parse_nvidia_smi(text: str) -> tuple[str, tuple[Gpu, ...]]:
-    """Driver version and GPUs from the CSV that `_nvidia_smi` asks for. Fields that are not supported count as 0."""
-    driver, gpus = "", []
-    for line in text.splitlines():
-        parts = [p.strip() for p in line.split(",")]
-        if len(parts) != 7 or not parts[1].isdigit():
-            continue
-        driver = parts[0]
-        total, used, busy = (int(p) if p.isdigit() else 0 for p in parts[3:6])
-        gpus.append(Gpu(int(parts[1]), parts[2], total * 2**20, used * 2**20, busy, parts[6] == "Enabled"))
-    return driver, tuple(gpus)
+            results = run_self_test(step, cases=CASES if cases is None else cases)
+    except Exception as e:  # neither raises by itself: a package that they import is broken, and that is a finding
+        again = "pip install --force-reinstall jmoe brings what it depends on in versions that fit."
+        findings.insert(0, Finding("problem", f"jmoe cannot be imported: {type(e).__name__}: {e}", again))
+    return Report(findings, able, results)

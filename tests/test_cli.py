@@ -7,7 +7,8 @@ import types
 
 import pytest
 
-from jmoe import cli, doctor, selftest
+import jmoe
+from jmoe import cli, machine, selftest
 from jmoe.bench import BENCHES, common, module_name
 from jmoe.bench.common import Record
 
@@ -24,9 +25,32 @@ def run(capsys, *argv):
     return status, " ".join(captured.out.split()), " ".join(captured.err.split())
 
 
-def test_without_a_command_it_lists_them(capsys):
+def test_without_a_command_it_lists_them_with_examples(capsys):
     status, out, _ = run(capsys)
-    assert status == 2 and all(word in out for word in ("explain", "doctor", "bench"))
+    assert status == 0 and all(f"jmoe {word} " in out for word in ("explain", "doctor", "bench", "quantize"))
+
+
+@pytest.mark.parametrize("command", cli.HELP)
+def test_the_help_of_every_command_says_what_it_does_and_fits_a_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and f"usage: jmoe {command}" in text and "--help" in text
+    described = text.split("\n\n")[1]  # after the usage
+    assert len(described) > 60 and max(map(len, text.splitlines())) <= 104
+
+
+def test_a_command_that_does_not_exist(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["benchmark"])
+    assert end.value.code == 2 and "invalid choice: 'benchmark'" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"jmoe {jmoe.__version__}\n"
 
 
 def test_python_dash_m_is_the_command():
@@ -117,41 +141,43 @@ def test_explain_refuses_files_that_are_no_configuration(capsys, tmp_path):
         assert status == 2 and message in err
 
 
-# --- doctor
+# --- doctor (its findings, messages and exit statuses: tests/test_doctor.py)
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """Doctor's findings on a machine without GPUs, and self-tests that need no time."""
-    facts = doctor.Facts(python="3.12.4", packages={"jax": "0.11.2", "jaxlib": "0.11.2"}, jax_devices=(("cpu", None),))
-    outcome = types.SimpleNamespace(facts=facts, ok=True)
-    monkeypatch.setattr(doctor, "gather", lambda: outcome.facts)
-    monkeypatch.setattr(
-        selftest,
-        "self_test",
-        lambda cases, step: [selftest.Result(c[0], outcome.ok, 30.0, 0.1, "as it ran") for c in cases],
+def probes():
+    """Answers of a machine without GPUs."""
+    cpu = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+    return machine.Probes(
+        python=lambda: "3.12.4",
+        package={"jax": "0.11.2", "jaxlib": "0.11.2"}.get,
+        nvidia_smi=lambda: "",
+        devices=lambda platform: [cpu],
+        mosaic=lambda: None,
+        environ={},
     )
-    return outcome
 
 
-def test_doctor_reports_and_exits_by_what_it_found(capsys, patient):
-    status, out, _ = run(capsys, "doctor")
-    assert status == 0 and "no GPU" in out and "nvfp4_token: 30.0 dB in 0.1 s as it ran" in out and "not run" in out
-    patient.ok = False
-    status, out, _ = run(capsys, "doctor")
-    assert status == 1 and "failed" in out
-    status, out, _ = run(capsys, "doctor", "--no-self-test")
-    assert status == 0 and "Self-test" not in out
-    patient.facts = doctor.Facts(gpus=(doctor.Gpu(0, "NVIDIA H200"),), driver="580.1", packages={"jax": "0.11.2"})
-    status, out, _ = run(capsys, "doctor", "--no-self-test")
-    assert status == 1 and "problem" in out and "jmoe[cuda13]" in out
+CASES = (
+    selftest.Case("sharp", lambda: (30.0, "as it ran"), 26.0, 40.0),
+    selftest.Case("blurred", lambda: (3.0, "as it ran"), 26.0, 40.0),
+)
 
 
-def test_doctor_as_json(capsys, patient):
-    assert cli.main(["doctor", "--json"]) == 0
+@pytest.mark.parametrize("cases, expected", [(CASES[:1], 0), (CASES, 1)])
+def test_doctor_runs_the_self_test_and_exits_by_it(capsys, cases, expected):
+    assert cli.run_doctor(probes=probes(), cases=cases) == expected
+    out = " ".join(capsys.readouterr().out.split())
+    assert "warning no GPU" in out and "ok sharp: 30.0 dB, must be 26 to 40 as it ran" in out
+    assert ("failed blurred: 3.0 dB" in out) == ("1 self-test failed" in out) == bool(expected)
+    assert cli.run_doctor(probes=probes(), cases=cases, as_json=True) == expected
     data = json.loads(capsys.readouterr().out)
-    assert data["findings"][0]["level"] == "warning" and len(data["self_test"]) == len(selftest.CASES)
-    assert {k["name"] for k in data["kernels"]} >= {"one-sided exchange"}
+    assert len(data["self_test"]) == len(cases) and data["status"] == expected
+    assert data["findings"][0]["level"] == "warning" and data["kernels"][0]["runs"] is False
+
+
+def test_doctor_without_its_self_test_computes_nothing(capsys):
+    status, out, _ = run(capsys, "doctor", "--no-self-test")
+    assert status == 0 and "Self-test" not in out and "Setup" in out
 
 
 # --- bench
