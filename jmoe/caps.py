@@ -32,7 +32,10 @@ class DeviceCaps:
 
     platform: "gpu", "cpu" or another JAX platform. compute_capability: (9, 0) on Hopper, (10, 0) on Blackwell, None
     where there is none. num_devices: of the mesh. link: how the devices reach each other, see LINKS. kernels: whether
-    this JAX can run the GPU kernels (>= 0.11); kernels_reason says why not. name: for people.
+    this JAX can run the GPU kernels (>= 0.11); kernels_reason says why not. name: for people. num_hosts: hosts over
+    which the ranks are spread in equal consecutive blocks, 1 where they are not. local_kernels: whether the remote-write
+    kernels serve the GPUs of one host of a mesh of several. No JAX up to 0.12 has that: its table of peers spans the
+    whole mesh, and from process to process it asks for multicast memory. Opt-in, with an expert axis (hosts, ranks).
     """
 
     platform: str = "cpu"
@@ -42,12 +45,19 @@ class DeviceCaps:
     kernels: bool = True
     kernels_reason: str = ""
     name: str = ""
+    num_hosts: int = 1
+    local_kernels: bool = False
 
     def __post_init__(self):
         if self.link not in LINKS:
             raise ValueError(f"link={self.link!r} is not known; choose one of {', '.join(LINKS)}.")
         if self.num_devices < 1:
             raise ValueError(f"num_devices={self.num_devices} must be at least 1.")
+        if self.num_hosts < 1 or self.num_devices % self.num_hosts:
+            raise ValueError(
+                f"num_hosts={self.num_hosts} for {self.num_devices} devices; hosts must hold equally many. Use 1 where "
+                "they do not."
+            )
 
     @classmethod
     def detect(cls, devices: Sequence[Any] | None = None) -> DeviceCaps:
@@ -62,6 +72,7 @@ class DeviceCaps:
             kernels=compat.KERNELS_SUPPORTED,
             kernels_reason="" if compat.KERNELS_SUPPORTED else compat.KERNELS_REASON,
             name=first.device_kind,
+            num_hosts=count_hosts(devices),
         )
 
     @property
@@ -79,13 +90,28 @@ class DeviceCaps:
     def describe(self) -> str:
         name = self.name or self.generation
         where = f", {self.generation}" if self.compute_capability and self.name else ""
-        return f"{self.num_devices} x {name}{where}, {LINKS[self.link]}"
+        hosts = f" ({self.num_hosts} hosts)" if self.num_hosts > 1 else ""
+        return f"{self.num_devices} x {name}{where}, {LINKS[self.link]}{hosts}"
 
 
 def parse_capability(text: object) -> tuple[int, int] | None:
     """ "9.0" -> (9, 0); anything else -> None."""
     parts = str(text).split(".") if text else []
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdigit() for p in parts) else None
+
+
+def host_of(device: Any) -> int:
+    """The host of a JAX device: on GPUs what JAX calls a slice (processes of one host share it), else its process."""
+    place = getattr(device, "slice_index", None) if device.platform == "gpu" else None
+    return device.process_index if place is None else place
+
+
+def count_hosts(devices: Sequence[Any]) -> int:
+    """H where `devices`, in this order, are H equal blocks of different hosts; 1 where they are not."""
+    hosts = [host_of(d) for d in devices]
+    different = list(dict.fromkeys(hosts))
+    blocks = [host for host in different for _ in range(len(hosts) // len(different))]
+    return len(different) if hosts == blocks else 1
 
 
 def detect_link(devices: Sequence[Any]) -> Link:

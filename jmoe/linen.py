@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from .backends import Axis
 from .config import MoEConfig
 from .experts import ExpertWeights
 from .layer import MoELayer, build_moe, mesh_in_context, moe, moe_with_stats
@@ -26,7 +27,7 @@ class MoE(linen.Module):
     config: MoEConfig
     backend: str = "auto"
     mesh: jax.sharding.Mesh | None = None
-    expert_axis: str = "ep"
+    expert_axis: Axis = "ep"
     token_axes: tuple[str, ...] | None = None
     param_dtype: jnp.dtype = jnp.float32
 

@@ -15,9 +15,10 @@ from flax import nnx
 
 from pallas_kernels.quantize import QTensor
 
+from .backends import Axis
 from .config import MoEConfig
 from .experts import ExpertWeights
-from .layer import MoELayer, build_moe, mesh_in_context, moe, moe_with_stats
+from .layer import MoELayer, axis_names, build_moe, mesh_in_context, moe, moe_with_stats
 from .params import DENSE_PARTS, EXPERT_PARTS, MoEParams, init_params
 from .router import MoEStats
 
@@ -45,7 +46,7 @@ class MoE(nnx.Module):
         backend: how tokens move: a backend's name, or "auto".
         mesh: the mesh, or None for the one in context (`jax.set_mesh`) when the layer is called; without any, or where
             it has no axis called `expert_axis`, the layer runs on one rank.
-        expert_axis: the mesh axis that the experts are spread over.
+        expert_axis: the mesh axis (or axes) that the experts are spread over.
         token_axes: the mesh axes that the tokens are spread over (None: all axes of the mesh).
         param_dtype: dtype of the parameters. The computation's dtype is `config.dtype`.
         init: function (key, config, *, dtype, num_slots) -> MoEParams.
@@ -63,7 +64,7 @@ class MoE(nnx.Module):
         *,
         backend: str = "auto",
         mesh: jax.sharding.Mesh | None = None,
-        expert_axis: str = "ep",
+        expert_axis: Axis = "ep",
         token_axes: tuple[str, ...] | None = None,
         param_dtype=jnp.float32,
         init: Callable[..., MoEParams] = init_params,
@@ -103,7 +104,8 @@ class MoE(nnx.Module):
         else:
             # Flax refuses sharding names without a mesh that has them, so annotate only where there is one.
             mesh = self.mesh or mesh_in_context()
-            annotate = sharded and mesh is not None and self.expert_axis in mesh.shape and self.mesh is None
+            here = mesh is not None and set(axis_names(self.expert_axis)) <= set(mesh.axis_names)
+            annotate = sharded and here and self.mesh is None
             names: dict[str, Any] = (
                 {"out_sharding": (self.expert_axis, *(None,) * (value.ndim - 1))} if annotate else {}
             )

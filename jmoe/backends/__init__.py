@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .allgather import AllGatherReduceScatter
+from .base import Axis as Axis
 from .base import Backend as Backend
 from .base import Engine as Engine
 from .base import Exchange as Exchange

@@ -9,6 +9,7 @@ import math
 
 from ..caps import DeviceCaps
 from ..config import MoEConfig
+from ..plan import host_capacity
 from .decide import Decision
 
 MEASURED_ON = "2 x H200, NVLink 4"
@@ -31,21 +32,59 @@ def ranks_per_token(config: MoEConfig, num_ranks: int) -> float:
     return num_ranks * (1 - missed)
 
 
-def remote_rows(decision: Decision, config: MoEConfig, *, num_ranks: int, tokens: int, capacity: int) -> float:
+def remote_rows(
+    decision: Decision,
+    config: MoEConfig,
+    *,
+    num_ranks: int,
+    tokens: int,
+    capacity: int,
+    num_hosts: int = 1,
+    kernel_inside: bool = False,
+) -> float:
     """Rows that leave one rank in a dispatch (and come back in a combine), padding included where it travels.
 
-    capacity: C of this backend, for each pair of source and target (batched: of source and expert).
+    capacity: C of this backend, for each pair of source and target (batched: of source and expert). num_hosts: H.
+    kernel_inside: whether a kernel, which sends no padding, moves the rows of an exchange in two steps inside a host.
     """
-    if num_ranks == 1:
-        return 0.0
-    away = (num_ranks - 1) / num_ranks
+    if decision.transport != "hierarchical":
+        return _rows(decision, config, num_ranks, tokens, capacity, share=(num_ranks - 1) / num_ranks)
+    across = host_rows(decision, config, num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=num_hosts)
+    inside = (
+        tokens * _copies(decision, config, num_ranks)
+        if kernel_inside
+        else _slots(decision, config, num_ranks, capacity)
+    )
+    return across + inside * (num_ranks - num_hosts) / num_ranks
+
+
+def host_rows(
+    decision: Decision, config: MoEConfig, *, num_ranks: int, tokens: int, capacity: int, num_hosts: int
+) -> float:
+    """Those of `remote_rows` that cross from one host to another."""
+    if decision.transport == "hierarchical":
+        targets = round(_slots(decision, config, num_ranks, 1)) // num_hosts
+        return float((num_hosts - 1) * host_capacity(tokens, targets=targets, capacity=capacity))
+    return _rows(decision, config, num_ranks, tokens, capacity, share=(num_hosts - 1) / num_hosts)
+
+
+def _rows(decision: Decision, config: MoEConfig, num_ranks: int, tokens: int, capacity: int, share: float) -> float:
+    """Rows of one rank that go to a share of all targets."""
     if decision.backend == "allgather_reducescatter":
-        return float((num_ranks - 1) * tokens)
+        return num_ranks * tokens * share
     if decision.transport == "kernel" or decision.backend == "deepep_high_throughput":
-        copies = config.num_experts_per_tok if decision.form == "batched" else ranks_per_token(config, num_ranks)
-        return tokens * copies * away
-    targets = num_ranks * -(-config.num_experts // num_ranks) if decision.form == "batched" else num_ranks
-    return targets * capacity * away
+        return tokens * _copies(decision, config, num_ranks) * share
+    return _slots(decision, config, num_ranks, capacity) * share
+
+
+def _copies(decision: Decision, config: MoEConfig, num_ranks: int) -> float:
+    """Rows of one token, without padding."""
+    return config.num_experts_per_tok if decision.form == "batched" else ranks_per_token(config, num_ranks)
+
+
+def _slots(decision: Decision, config: MoEConfig, num_ranks: int, capacity: int) -> float:
+    """Rows of one rank with padding: C for each target."""
+    return num_ranks * capacity * (-(-config.num_experts // num_ranks) if decision.form == "batched" else 1)
 
 
 def exchange_seconds(decision: Decision, nbytes: float, caps: DeviceCaps) -> float | None:

@@ -33,6 +33,9 @@ class Experts(Protocol):
     def expects_unquantized_inputs(self) -> bool: ...
 
 
+Transport = Literal["none", "kernel", "hierarchical", "xla"]
+
+
 @dataclasses.dataclass(frozen=True)
 class BackendOptions:
     """Opt-ins of single backends. Each changes its own backend and no other.
@@ -72,7 +75,8 @@ class Decision:
     scale: float32 scale that the format of the activations (or else of the wire) has beside its block scales: "none",
         "token" (each row's own; on a quantised wire it travels in the row) or "static" (one number for all ranks).
     combine_wire: what expert outputs travel back as.
-    transport: "none", "kernel" (remote writes) or "xla"; transport_reason says why.
+    transport: "none", "kernel" (remote writes), "hierarchical" (between hosts first, then inside them) or "xla";
+        transport_reason says why.
     native: whether this device's matrix units take `quant_dtype` as it is.
     reason: why, in one or two sentences. notes: what else a user may want to know.
     """
@@ -87,7 +91,7 @@ class Decision:
     defer: bool
     scale: Literal["none", "token", "static"]
     combine_wire: str
-    transport: Literal["none", "kernel", "xla"]
+    transport: Transport
     transport_reason: str
     native: bool
     reason: str
@@ -149,8 +153,11 @@ def candidates(config: MoEConfig, *, num_ranks: int, tokens: int, caps: DeviceCa
     two_sided = ("nvlink_two_sided", f"{num_ranks} ranks, {LINKS[caps.link]}, exchange by all-to-all through XLA")
     portable = (gather, two_sided) if small else (two_sided, gather)
     if caps.link == "network":
-        ragged = ("deepep_high_throughput", "the ranks are spread over several processes or hosts")
-        return (ragged, two_sided, gather, *batched)
+        spread = [("deepep_high_throughput", "the ranks are spread over several processes or hosts"), two_sided, gather]
+        if _in_two_steps(BACKENDS["nvlink_one_sided"], caps, num_ranks):
+            once = f"{num_ranks} ranks on {caps.num_hosts} hosts: each token crosses once to each host that needs it"
+            spread.insert(0, ("nvlink_one_sided", once))
+        return (*spread, *batched)
     if remote_writes(caps)[0] and tokens >= table.ONE_SIDED_FROM_TOKENS:
         order = [("nvlink_one_sided", "remote writes over NVLink are ahead of NCCL at every measured size"), *portable]
         if tokens < table.LOW_LATENCY_BELOW_TOKENS:
@@ -176,7 +183,17 @@ def remote_writes(caps: DeviceCaps) -> tuple[bool, str]:
     return True, ""
 
 
-def transport(row: BackendRow, caps: DeviceCaps, num_ranks: int) -> tuple[Literal["none", "kernel", "xla"], str]:
+def _in_two_steps(row: BackendRow, caps: DeviceCaps, num_ranks: int) -> bool:
+    """Whether rows go between hosts first, and are fanned out inside them (`jmoe.backends.hierarchical`)."""
+    return (
+        row.uses == "remote_writes"
+        and not get_backend(row.name).takes_rank_mask  # a masked rank could not pass on rows of others
+        and num_ranks % caps.num_hosts == 0
+        and 1 < caps.num_hosts < num_ranks
+    )
+
+
+def transport(row: BackendRow, caps: DeviceCaps, num_ranks: int) -> tuple[Transport, str]:
     """What moves the bytes of a backend on this machine, and why."""
     if row.uses == "nothing" or num_ranks == 1:
         return "none", "one rank: nothing travels"
@@ -185,6 +202,12 @@ def transport(row: BackendRow, caps: DeviceCaps, num_ranks: int) -> tuple[Litera
     able, why_not = remote_writes(caps)
     if able:
         return "kernel", "remote writes from Pallas kernels"
+    if _in_two_steps(row, caps, num_ranks):
+        nccl = " (NCCL)" if caps.platform == "gpu" else ""
+        inside = "remote writes" if caps.local_kernels else f"lax.all_to_all, because {why_not.rstrip('.')}"
+        return "hierarchical", (
+            f"lax.all_to_all{nccl} between {caps.num_hosts} hosts, once for each (token, host); inside a host {inside}"
+        )
     what = "lax.ragged_all_to_all" if row.uses == "ragged" and caps.platform == "gpu" else "lax.all_to_all"
     return "xla", f"{what} with the same layout and results, because {why_not.rstrip('.')}"
 

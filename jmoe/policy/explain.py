@@ -18,6 +18,7 @@ from ..caps import DeviceCaps
 from ..config import MoEConfig, QuantConfig
 from ..formats import bits_per_value
 from ..payload import row_layout
+from ..plan import host_capacity
 from . import cost, table
 from .decide import BackendOptions, Decision, Experts, decide
 
@@ -40,9 +41,9 @@ class Alternative:
     """One backend for the layer. decision is None where it refuses; refusal is its message.
 
     rows_away: rows that leave a rank in one dispatch, on average, padding that travels included. dispatch_bytes,
-    combine_bytes: those rows' bytes, for each rank and direction. dispatch_seconds, combine_seconds: predicted from
-    measurements (`cost.MEASURED_ON`), None where nothing like this machine was measured. memory: bytes of the exchange
-    buffers of one rank, by buffer.
+    combine_bytes: those rows' bytes, for each rank and direction; host_bytes: of a dispatch, what leaves the host.
+    dispatch_seconds, combine_seconds: predicted from measurements (`cost.MEASURED_ON`), None where nothing like this
+    machine was measured. memory: bytes of the exchange buffers of one rank, by buffer.
     """
 
     backend: str
@@ -50,6 +51,7 @@ class Alternative:
     refusal: str = ""
     row: RowBytes | None = None
     rows_away: float = 0.0
+    host_bytes: float = 0.0
     dispatch_bytes: float = 0.0
     combine_bytes: float = 0.0
     dispatch_seconds: float | None = None
@@ -137,7 +139,8 @@ def explain(
 def blackwell_caps(caps: DeviceCaps, num_ranks: int) -> DeviceCaps:
     """The same machine with Blackwell GPUs in it."""
     link = caps.link if caps.link == "network" else "nvlink" if num_ranks > 1 else "local"
-    return DeviceCaps("gpu", (10, 0), max(caps.num_devices, num_ranks), link, name="Blackwell GPU")
+    hosts = caps.num_hosts if caps.num_devices >= num_ranks else 1
+    return DeviceCaps("gpu", (10, 0), max(caps.num_devices, num_ranks), link, name="Blackwell GPU", num_hosts=hosts)
 
 
 def row_bytes(config: MoEConfig, wire: str) -> RowBytes:
@@ -168,16 +171,30 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
         back = jnp.dtype(decision.combine_wire).itemsize * config.hidden_size
         if decision.backend == "allgather_reducescatter":
             back = 4 * config.hidden_size  # psum_scatter adds in float32
-    exchange = Exchange(axis_name=None, num_ranks=num_ranks, num_local=local, capacity=capacity, dtype=config.dtype)
+    hosts, across = (caps.num_hosts if decision.transport == "hierarchical" else 1), 0
+    if hosts > 1:
+        targets = num_ranks // hosts * (local if decision.form == "batched" else 1)
+        across = host_capacity(tokens, targets=targets, capacity=capacity)
+    exchange = Exchange(
+        axis_name=None,
+        num_ranks=num_ranks,
+        num_local=local,
+        capacity=capacity,
+        dtype=config.dtype,
+        num_hosts=hosts,
+        host_capacity=across,
+    )
     memory = backend.memory(layout, exchange, combine_row_bytes=back if decision.combine_wire in FORMATS else None)
-    if decision.transport == "kernel":  # reads and writes rows where they lie
+    if decision.transport == "kernel" or (hosts > 1 and caps.local_kernels):  # reads and writes rows where they lie
         memory = memory | {"dispatch_send": 0, "combine_receive": 0}
-    rows = cost.remote_rows(decision, config, num_ranks=num_ranks, tokens=tokens, capacity=capacity)
+    counted = dict(num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=caps.num_hosts)
+    rows = cost.remote_rows(decision, config, **counted, kernel_inside=caps.local_kernels)
     return Alternative(
         backend=decision.backend,
         decision=decision,
         row=row_bytes(config, decision.wire),
         rows_away=rows,
+        host_bytes=cost.host_rows(decision, config, **counted) * layout.row_bytes,
         dispatch_bytes=rows * layout.row_bytes,
         combine_bytes=rows * back,
         dispatch_seconds=cost.exchange_seconds(decision, rows * layout.row_bytes, caps),

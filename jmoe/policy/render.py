@@ -34,6 +34,7 @@ BUFFERS = {
     "dispatch_receive": "dispatch, received",
     "combine_send": "combine, to send",
     "combine_receive": "combine, received",
+    "between_hosts": "between hosts, both ways",
 }
 
 
@@ -113,11 +114,15 @@ def _decision(a: Alternative) -> list[tuple[str, str]]:
 
 
 def _table(e: Explanation, *, wide: bool) -> Table:
-    """One line for each backend; a narrow terminal goes without who quantises and the bytes of a row."""
+    """One line for each backend; a narrow terminal goes without who quantises and the bytes of a row.
+
+    Over several hosts the bytes that leave a host take the place of times, of which none are predicted there.
+    """
     out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     for column in ("backend", "travels", "by") if wide else ("backend", "travels"):
         out.add_column(column, no_wrap=True)
-    for column in ("B/row", "sent", "dispatch", "combine", "buffers")[0 if wide else 1 :]:
+    hosts = e.caps.num_hosts > 1
+    for column in ("B/row", "sent", *(("to hosts",) if hosts else ("dispatch", "combine")), "buffers")[not wide :]:
         out.add_column(column, justify="right", no_wrap=True)
     for a in e.alternatives:
         mine = a.backend == e.chosen.backend
@@ -130,8 +135,7 @@ def _table(e: Explanation, *, wide: bool) -> Table:
             cells += [a.decision.where, str(a.row.total)]
         cells += [
             size(a.dispatch_bytes),
-            duration(a.dispatch_seconds),
-            duration(a.combine_seconds),
+            *((size(a.host_bytes),) if hosts else (duration(a.dispatch_seconds), duration(a.combine_seconds))),
             size(sum(a.memory.values())),
         ]
         out.add_row(*cells, style="bold" if mine else "")
@@ -170,6 +174,8 @@ def render(e: Explanation, *, width: int = 100) -> Group:
         ]
     if e.num_ranks > 1:
         note = "sent: what leaves one rank in a dispatch. buffers: those of one rank. "
+        if e.caps.num_hosts > 1:
+            note += "to hosts: what of it leaves its host. "
         if any(a.dispatch_seconds for a in e.alternatives):
             note += f"Times are predicted from measurements on {cost.MEASURED_ON}."
         else:
