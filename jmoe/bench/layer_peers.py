@@ -1,0 +1,92 @@
+"""What the layer is measured against: the same layer in stock JAX, and in eager PyTorch.
+
+T tokens, D hidden size, F expert width, E experts, K experts per token, M = T * K.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmoe.config import MoEConfig
+from jmoe.params import MoEParams
+
+
+def stock_weights(params: MoEParams) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """router [D, E], gate_up [E, D, 2F], down [E, F, D]: as `lax.ragged_dot` takes them."""
+    gate_up = params.experts.gate_up
+    flat = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
+    return params.router.T, jnp.swapaxes(flat, 1, 2), jnp.swapaxes(params.experts.down, 1, 2)
+
+
+def stock_layer(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, *, top_k: int) -> jax.Array:
+    """Softmax router, sort by expert, two `lax.ragged_dot`, weighted sum: what one writes without a library."""
+    experts, width = gate_up.shape[0], down.shape[1]
+    weights, ids = lax.top_k(jax.nn.softmax((x @ router).astype(jnp.float32)), top_k)
+    weights = weights / weights.sum(-1, keepdims=True)
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=experts).astype(jnp.int32)
+    hidden = lax.ragged_dot(x[order // top_k], gate_up, sizes)
+    hidden = jax.nn.silu(hidden[:, :width]) * hidden[:, width:]
+    y = lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)].reshape(-1, top_k, x.shape[1])
+    return (y.astype(jnp.float32) * weights[..., None]).sum(1).astype(x.dtype)
+
+
+def stock_bytes(config: MoEConfig, tokens: int) -> int:
+    """Temporaries of `stock_layer` on GPUs, where `lax.ragged_dot` makes rows times experts times columns."""
+    rows = tokens * config.num_experts_per_tok
+    return rows * config.num_experts * config.hidden_size * 2 if jax.default_backend() == "gpu" else 0
+
+
+def torch_seconds(config: MoEConfig, tokens: tuple[int, ...]) -> dict[int, float]:
+    """Seconds of eager PyTorch with `torch._grouped_mm`, in a process of its own; {} without torch or a GPU."""
+    if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
+        return {}
+    sizes = [config.hidden_size, config.intermediate_size, config.num_experts, config.num_experts_per_tok]
+    argument = json.dumps([sizes, list(tokens)])
+    done = subprocess.run([sys.executable, "-c", _TORCH, argument], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        return {}
+    return {int(t): s for t, s in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+_TORCH = """
+import json, sys, torch
+(d, f, e, k), tokens = json.loads(sys.argv[1])
+make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
+router, gate_up, down = make(e, d), make(e, 2 * f, d), make(e, d, f)
+
+def layer(x):
+    weights, ids = torch.topk(torch.softmax((x @ router.T).float(), -1), k)
+    weights = weights / weights.sum(-1, keepdim=True)
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    ends = torch.cumsum(torch.bincount(flat, minlength=e), 0).to(torch.int32)
+    h = torch._grouped_mm(x[order // k], gate_up.transpose(-2, -1), offs=ends)
+    h = torch.nn.functional.silu(h[:, :f]) * h[:, f:]
+    y = torch._grouped_mm(h, down.transpose(-2, -1), offs=ends)
+    out = torch.zeros(x.shape[0], d, device="cuda", dtype=torch.float32)
+    out.index_add_(0, order // k, y.float() * weights.reshape(-1)[order, None])
+    return out.to(x.dtype)
+
+out = {}
+for t in tokens:
+    try:
+        x = make(t, d) * d ** 0.5
+        times = []
+        for _ in range(6):
+            a, b = torch.cuda.Event(True), torch.cuda.Event(True)
+            a.record(); [layer(x) for _ in range(10)]; b.record(); torch.cuda.synchronize()
+            times.append(a.elapsed_time(b) / 10e3)
+        out[t] = sorted(times[1:])[2]
+    except torch.OutOfMemoryError:
+        pass
+print(json.dumps(out))
+"""
