@@ -276,7 +276,7 @@ def test_gradients_equal_the_dense_formula_and_empty_groups_get_exact_zeros(rng,
 @needs_interpreter
 @pytest.mark.parametrize("kind", ["silu", "swiglu_oai"])
 def test_the_gated_product_equals_its_formula(rng, few_blocks, kind):
-    from pallas_kernels.grouped_matmul.mosaic_sm90 import Gate
+    from pallas_kernels.grouped_matmul.gate import Gate
 
     x, w = operands(rng, groups=8)
     w = (w * jnp.bfloat16(0.1)).reshape(4, 2, N, K)
@@ -309,7 +309,7 @@ def _lower(f, *args):
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the kernels are for JAX 0.11 on")
 @pytest.mark.parametrize("kernel", ["prefill", "gated", "dlhs", "drhs", "fp8", "decode", "mxfp8", "mxfp4", "nvfp4"])
 def test_every_kernel_lowers_for_a_gpu_that_is_not_there(rng, kernel):
-    from pallas_kernels.grouped_matmul.mosaic_sm90 import Gate
+    from pallas_kernels.grouped_matmul.gate import Gate
 
     m, n, k = 4096, 256, 512
     sizes = jnp.asarray([1000, 0, 7, 2000], jnp.int32)

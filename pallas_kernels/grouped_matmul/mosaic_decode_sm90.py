@@ -4,6 +4,9 @@ For few rows per group: a group of 8 tokens costs an instruction of 8 columns, n
 stream through once at memory speed. For quantised weights, also with many rows: the M side may come from registers,
 so weights are dequantised there, on their way from shared memory to the matrix unit (mosaic_dequant.py).
 
+Two variants share the code: one weight ([G, N, K]), or gate and up projection ([G, 2, F, K], N = F), whose products
+meet in the same lanes, so that only act(gate) * up is stored. A bias is added to either.
+
 Blocks are small enough for two on one multiprocessor where `per_sm` says so, and hold as many bytes in flight as
 shared memory allows. Only weights of groups that have rows are read.
 """
@@ -19,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .gate import Gate, gated_product
 from .mosaic_dequant import Packed, dequantise, permute_columns
 from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, load_rows, num_sms, row_views, swizzled
 from .schedule import Schedule, each_tile, num_tiles, read_tile
@@ -31,9 +35,12 @@ _WIDTH = 64  # BF16 elements in one swizzle
 class DecodeConfig:
     """Tile shape of the kernel with exchanged operands.
 
-    block_t: tokens of a tile. consumers: multiplying warpgroups, each with 64 rows of the weight. chunks: pieces of 128
-    bytes of a weight's row in one stage. per_sm: blocks on one multiprocessor.
-    overlap: prepare the next chunk while the matrix unit still works on the last.
+    block_t: tokens of a tile. consumers: multiplying warpgroups, each with `rows` rows of the weight. chunks: pieces of
+    128 bytes of a weight's row in one stage. per_sm: blocks on one multiprocessor.
+    overlap: prepare the next piece while the matrix unit still works on the last. pieces: parts in which a chunk is
+    dequantised, fewer registers each.
+    rows: 32 gives tiles half as large, for weights that are too few for all multiprocessors; the matrix unit then works
+    on 64 rows of which half are left over.
     """
 
     block_t: int = 16
@@ -42,29 +49,47 @@ class DecodeConfig:
     stages: int = 5
     per_sm: int = 2
     overlap: bool = False
+    pieces: int = 1
+    rows: int = _ROWS
     num_blocks: int | None = None
 
     def __post_init__(self):
         if self.block_t not in (8, 16, 24, 32, 48, 64, 128, 192, 256):
             raise ValueError(f"block_t={self.block_t}: choose 8, 16, 24, 32, 48 or a multiple of 64 up to 256.")
-        if self.consumers not in (1, 2):
-            raise ValueError(f"consumers={self.consumers}: choose 1 or 2.")
+        if self.consumers not in (1, 2, 3, 4):
+            raise ValueError(f"consumers={self.consumers}: choose 1 to 4.")
+        if self.pieces not in (1, 2):
+            raise ValueError(f"pieces={self.pieces}: choose 1 or 2.")
+        if self.rows not in (32, _ROWS):
+            raise ValueError(f"rows={self.rows}: choose 32 or {_ROWS}.")
 
     @property
     def block_n(self) -> int:
-        return self.consumers * _ROWS
+        return self.consumers * self.rows
+
+    @property
+    def held_n(self) -> int:
+        """Rows of a weight in shared memory: the last warpgroup's matrix unit reads 64."""
+        return self.block_n - self.rows + _ROWS
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread that copies and one that multiplies, where the even share is not enough."""
+        many = self.block_t > 64
+        return {2: (40, 232) if many else None, 3: (40, 152), 4: (40, 112)}.get(self.consumers)
 
     @property
     def box(self) -> int:
         """Tokens that are copied together; see schedule.tile_schedule."""
         return min(self.block_t, BOX)
 
-    def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2) -> int:
-        """Shared memory of one block, barriers left out."""
+    def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2, parts: int = 1) -> int:
+        """Shared memory of one block, barriers left out. parts: 2 where gate and up are multiplied together."""
         tokens = 2 * packed.per_byte if packed else 1
         scales = max(16, self.chunks * packed.scales) if packed and packed.scales else 0
-        stage = self.chunks * (self.block_n + self.block_t * tokens) * SWIZZLE + self.block_n * scales
-        return self.stages * stage + self.block_n * self.box * itemsize
+        held = parts * self.held_n
+        stage = self.chunks * (held + self.block_t * tokens) * SWIZZLE + held * scales
+        return self.stages * stage + self.consumers * _ROWS * self.box * itemsize
 
 
 def store_transposed(ref, value):
@@ -90,6 +115,7 @@ def _body(
     w,
     scales,
     factors,
+    bias,
     out,
     w_smem,
     x_smem,
@@ -101,16 +127,18 @@ def _body(
     *,
     config,
     packed,
+    gate,
     zero_tail,
     interpret,
 ):
     c: DecodeConfig = config
     n = out.shape[1]
+    parts = range(w.shape[1])
     x_smem, x_load = as_views(x_smem, 2, interpret)
     bytes_k = c.chunks * SWIZZLE
     wide = bytes_k // jnp.dtype(w.dtype).itemsize  # elements of w's array in one stage
     x_chunks = c.chunks * (2 * packed.per_byte if packed else 1)
-    k_steps = pl.cdiv(w.shape[2], wide)
+    k_steps = pl.cdiv(w.shape[3], wide)
     n_tiles = pl.cdiv(n, c.block_n)
     boxes = c.block_t // c.box
     wg = lax.axis_index("wg")
@@ -125,8 +153,8 @@ def _body(
 
     @pl.when(wg == c.consumers)
     def _produce():
-        if c.consumers == 2 and c.block_t > 64:
-            plgpu.set_max_registers(40, action="decrease")
+        if c.registers:
+            plgpu.set_max_registers(c.registers[0], action="decrease")
 
         def per_tile(tile, step):
             weight, first, rows, n_tile = tile
@@ -139,16 +167,19 @@ def _body(
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
 
-                columns = pl.ds(col, c.block_n)
-                plgpu.copy_gmem_to_smem(w.at[weight, columns, pl.ds(j * wide, wide)], w_smem.at[slot], full.at[slot])
+                columns, held = pl.ds(col, c.block_n), pl.ds(0, c.block_n)
+                for part in parts:
+                    source = w.at[weight, part, columns, pl.ds(j * wide, wide)]
+                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot, part, held], full.at[slot])
                 if packed and packed.scales:
                     # At least 16 bytes of each row, of which a stage may need only some.
                     start = j * (c.chunks * packed.scales)
-                    width = s_smem.shape[2]
+                    width = s_smem.shape[3]
                     if width > c.chunks * packed.scales:
                         start = lax.div(start, width) * width
-                    source = scales.at[weight, columns, pl.ds(start, width)]
-                    plgpu.copy_gmem_to_smem(source, s_smem.at[slot], full.at[slot])
+                    for part in parts:
+                        source = scales.at[weight, part, columns, pl.ds(start, width)]
+                        plgpu.copy_gmem_to_smem(source, s_smem.at[slot, part, held], full.at[slot])
                 for box in range(boxes):
                     rows_of_box = pl.ds(box_rows(first, rows, box, c.box), c.box)
                     here = pl.ds(box * c.box, c.box)
@@ -172,47 +203,50 @@ def _body(
 
     @pl.when(wg < c.consumers)
     def _multiply():
-        if c.consumers == 2 and c.block_t > 64:
-            plgpu.set_max_registers(232, action="increase")
-        my_rows = pl.ds(wg * _ROWS, _ROWS)
+        if c.registers:
+            plgpu.set_max_registers(c.registers[1], action="increase")
+        my_rows = pl.ds(wg * c.rows, _ROWS)
+        pieces = c.pieces if packed else 1
+        products = packed.chunk // _WIDTH // pieces if packed else 1  # of 64 columns, in one piece
+        has_bias = len(bias.shape) == 3
 
-        def product(acc, slot, j, chunk):
-            """acc += weights of one 128-byte chunk of step j times the tokens."""
-            here = w_smem.at[slot, my_rows, pl.ds(chunk * (wide // c.chunks), wide // c.chunks)]
+        def product(acc, part, slot, j, chunk, piece):
+            """acc += weights of a piece of a 128-byte chunk of step j times the tokens."""
+            here = w_smem.at[slot, part, my_rows, pl.ds(chunk * (wide // c.chunks), wide // c.chunks)]
             if packed is None:
                 plgpu.wgmma(acc, here, x_smem.at[slot, chunk].T)
                 return
             s = None
             if packed.scales:
                 start = chunk * packed.scales
-                if s_smem.shape[2] > c.chunks * packed.scales:
-                    start = lax.rem(j * (c.chunks * packed.scales), s_smem.shape[2]) + start
-                s = s_smem.at[slot, my_rows, pl.ds(start, packed.scales)]
-            values = dequantise(here, s, packed, interpret=interpret)
-            per_chunk = packed.chunk // _WIDTH
+                if s_smem.shape[3] > c.chunks * packed.scales:
+                    start = lax.rem(j * (c.chunks * packed.scales), s_smem.shape[3]) + start
+                s = s_smem.at[slot, part, my_rows, pl.ds(start, packed.scales)]
+            values = dequantise(here, s, packed, interpret=interpret, piece=piece, pieces=pieces)
             if interpret:  # the interpreter multiplies from shared memory only
                 a_smem.at[wg][...] = values
-            for i in range(per_chunk):
-                piece = slice(i * _WIDTH, (i + 1) * _WIDTH)
-                a = a_smem.at[wg, :, piece] if interpret else values[:, piece]
-                plgpu.wgmma(acc, a, x_smem.at[slot, chunk * per_chunk + i].T)
+            for i in range(products):
+                columns = slice(i * _WIDTH, (i + 1) * _WIDTH)
+                a = a_smem.at[wg, :, columns] if interpret else values[:, columns]
+                plgpu.wgmma(acc, a, x_smem.at[slot, (chunk * pieces + piece) * products + i].T)
 
         def release(step):
             plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
 
         def accumulate(weight, step):
-            """The sum over K in one accumulator, for formats whose scales are applied to the weights."""
+            """The sums over K in one accumulator each, for formats whose scales are applied to the weights."""
 
-            def scope(acc):
+            def scope(*accs):
                 def per_step(j, step):
                     slot = lax.rem(step, c.stages)
                     plgpu.barrier_wait(full.at[slot])
-                    for chunk in range(c.chunks):
-                        product(acc, slot, j, chunk)
+                    for i in range(c.chunks * pieces):
+                        for part in parts:
+                            product(accs[part], part, slot, j, i // pieces, i % pieces)
                         if c.overlap:
-                            # The weights of the chunk before have been read now, those of this one may be in use.
-                            plgpu.wgmma_wait(packed.chunk // _WIDTH if packed else 1)
-                            if chunk == 0:
+                            # The weights of the piece before have been read now, those of this one may be in use.
+                            plgpu.wgmma_wait(products * len(parts))
+                            if i == 0:
                                 pl.when(j > 0)(lambda: release(step - 1))
                         elif packed:
                             plgpu.wgmma_wait(0)
@@ -223,70 +257,93 @@ def _body(
 
                 steps = jnp.where(weight >= 0, k_steps, 0)
                 end = lax.fori_loop(0, steps, per_step, step)
-                value = acc[...]
+                values = [acc[...] for acc in accs]
                 if c.overlap:
                     pl.when(steps > 0)(lambda: release(end - 1))
-                return end, value
+                return end, values
 
-            return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32))
+            accs = [plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32) for _ in parts]
+            return pl.run_scoped(scope, *accs)
 
         def accumulate_scaled(weight, col, step):
             """Each 128 elements of K are summed on their own and scaled in float32: the scale covers the whole tile."""
-            row_block = lax.div(col + wg * _ROWS, 128)
-            last = scales.shape[2] - 1
+            row_block = jnp.minimum(lax.div(col + wg * c.rows, 128), scales.shape[2] - 1)
+            last = scales.shape[3] - 1
 
             def per_step(j, carry):
-                step, total = carry
+                step, totals = carry
                 slot = lax.rem(step, c.stages)
-                factor = [scales[weight, row_block, jnp.minimum(j * c.chunks + i, last)] for i in range(c.chunks)]
+
+                def factor(part, i):
+                    return scales[weight, part, row_block, jnp.minimum(j * c.chunks + i, last)]
+
+                factors_of = [[factor(part, i) for i in range(c.chunks)] for part in parts]
                 plgpu.barrier_wait(full.at[slot])
                 for chunk in range(c.chunks):
 
-                    def scope(acc, chunk=chunk):
-                        product(acc, slot, j, chunk)
-                        return acc[...]
+                    def scope(*accs, chunk=chunk):
+                        for part in parts:
+                            for piece in range(pieces):
+                                product(accs[part], part, slot, j, chunk, piece)
+                        return [acc[...] for acc in accs]
 
-                    part = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32))
-                    total = total + part * factor[chunk]
+                    accs = [plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32) for _ in parts]
+                    sums = pl.run_scoped(scope, *accs)
+                    totals = [t + s * factors_of[p][chunk] for p, (t, s) in enumerate(zip(totals, sums, strict=True))]
                 plgpu.barrier_arrive(empty.at[slot])
-                return step + 1, total
+                return step + 1, totals
 
-            zeros = plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA)
+            zeros = [plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA) for _ in parts]
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
+
+        def row_vector(row, size):
+            """Where a warpgroup's 64 values lie; past the end of the weight others do, but nothing is stored there."""
+            return pl.ds(jnp.minimum(row, size - _ROWS), _ROWS)
+
+        def finished(value, part, weight, row):
+            """The product with what is the same along a row of the weight: the format's factor and the bias."""
+            group = jnp.maximum(weight, 0)
+            if packed and packed.scale == "e4m3":
+                if len(factors.shape) == 2:
+                    value = value * (factors[group, part] * packed.factor)
+                else:
+                    per_row = load_rows(factors.at[group, part, row_vector(row, factors.shape[2])])
+                    value = value * lax.broadcast_in_dim(per_row * packed.factor, value.shape, (0,))
+            if has_bias:
+                added = load_rows(bias.at[group, part, row_vector(row, bias.shape[2])])
+                owned = jnp.where(weight >= 0, 1.0, 0.0)
+                value = value + lax.broadcast_in_dim(added * owned, value.shape, (0,))
+            return value
 
         def per_tile(tile, step):
             weight, first, rows, n_tile = tile
             col = n_tile * c.block_n
             if packed and not packed.scales:
-                end, value = accumulate_scaled(weight, col, step)
+                end, values = accumulate_scaled(weight, col, step)
             else:
-                end, value = accumulate(weight, step)
-            if packed and packed.scale == "e4m3":
-                group = jnp.maximum(weight, 0)
-                if len(factors.shape) == 1:
-                    value = value * (factors[group] * packed.factor)
-                else:
-                    mine = factors.at[group, pl.ds(col + wg * _ROWS, _ROWS)]
-                    per_row = load_rows(mine)
-                    value = value * lax.broadcast_in_dim(per_row * packed.factor, value.shape, (0,))
-            value = value.astype(out.dtype)
-            columns = pl.ds(col + wg * _ROWS, _ROWS)
+                end, values = accumulate(weight, step)
+            values = [finished(value, part, weight, col + wg * c.rows) for part, value in enumerate(values)]
+            value = (gated_product(*values, gate) if gate else values[0]).astype(out.dtype)
+            columns, mine = pl.ds(col + wg * c.rows, c.rows), pl.ds(0, c.rows)
             for box in range(boxes):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 store_transposed(out_smem.at[wg], value[:, box * c.box : (box + 1) * c.box])
                 plgpu.commit_smem()
                 row = box_rows(first, rows, box, c.box)
+                whole = rows >= c.box if c.rows == _ROWS else False
 
-                @pl.when(rows >= c.box)
+                @pl.when(whole)
                 def _(row=row):
                     plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[pl.ds(row, c.box), columns])
 
                 if box == 0:
 
-                    @pl.when(rows < c.box)
+                    @pl.when(jnp.logical_not(whole))
                     def _(row=row):
                         def one(r, _):
-                            plgpu.copy_smem_to_gmem(out_smem.at[wg, pl.ds(r, 1)], out.at[pl.ds(row + r, 1), columns])
+                            plgpu.copy_smem_to_gmem(
+                                out_smem.at[wg, pl.ds(r, 1), mine], out.at[pl.ds(row + r, 1), columns]
+                            )
                             return ()
 
                         lax.fori_loop(0, rows, one, ())
@@ -297,39 +354,45 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "packed", "out_dtype", "zero_tail", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "packed", "gate", "out_dtype", "zero_tail", "interpret"))
 def grouped_matmul_decode(
     x: jax.Array,  # [M, K]
-    w: jax.Array,  # [G, N, K] like x, or uint8 [G, N, K / packed.per_byte]
+    w: jax.Array,  # [G, P, N, K] like x, or uint8 [G, P, N, K / packed.per_byte]
     schedule: Schedule,  # for block=config.block_t
-    scales: jax.Array | None = None,  # uint8 [G, N, K / block]; f32: float32 [G, N / 128, K / 128]
-    factors: jax.Array | None = None,  # float32 [G] or [G, N], NVFP4's decode scale of each matrix or row
+    scales: jax.Array | None = None,  # uint8 [G, P, N, K / block]; f32: float32 [G, P, N / 128, K / 128]
+    factors: jax.Array | None = None,  # float32 [G, P] or [G, P, N], NVFP4's decode scale of each matrix or row
+    bias: jax.Array | None = None,  # float32 [G, P, N]
     *,
     config: DecodeConfig = DecodeConfig(),  # noqa: B008
     packed: Packed | None = None,
+    gate: Gate | None = None,
     out_dtype=None,
     zero_tail: bool = True,
     interpret=None,
 ) -> jax.Array:  # [M, N]
-    """Rows of x times the transposed weight of their group, BF16 or `packed`.
+    """Rows of x times the transposed weight of their group, BF16 or `packed`, plus `bias`.
+
+    P is 1, or 2 with `gate`: then gate(first product) * (second product).
 
     M >= config.box; N and K multiples of 64; for packed weights, rows of w are multiples of 128 bytes and rows of
     scales multiples of 16 bytes.
     """
-    (m, k), n = x.shape, w.shape[1]
+    (m, k), (_, parts, n, _) = x.shape, w.shape
     c = config
+    if parts != (2 if gate else 1):
+        raise ValueError(f"w {w.shape}: its second axis is gate and up, 2 with gate= and else 1.")
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if m < c.box or n % 64 or k % 64:
         raise ValueError(
             f"x {x.shape}, w {w.shape}: this kernel takes M >= {c.box} and N, K that are multiples of 64; "
             "pad the arrays or choose a smaller block_t."
         )
-    s_smem = plgpu.SMEM((1, 16), jnp.uint8)
+    s_smem = plgpu.SMEM((1, 1, 1, 16), jnp.uint8)
     x_chunks = c.chunks
     if packed:
         if scales is None:
             raise ValueError(f"w {w.shape} is packed and has no scales; pass them.")
-        if w.shape[2] % 128 or (packed.scales and scales.shape[2] % 16):
+        if w.shape[3] % 128 or (packed.scales and scales.shape[3] % 16):
             raise ValueError(
                 f"w {w.shape} with scales {scales.shape}: rows of w must be multiples of 128 bytes, and rows of scales "
                 "multiples of 16 bytes; pad K."
@@ -337,12 +400,17 @@ def grouped_matmul_decode(
         x = permute_columns(x, packed)
         x_chunks *= packed.chunk // _WIDTH
         if packed.scales:
-            s_smem = plgpu.SMEM((c.stages, c.block_n, max(16, c.chunks * packed.scales)), jnp.uint8)
+            s_smem = plgpu.SMEM((c.stages, parts, c.held_n, max(16, c.chunks * packed.scales)), jnp.uint8)
+    if c.rows < _ROWS:  # 64 values are read from any multiple of c.rows
+        factors, bias = (
+            a if a is None or a.ndim < 3 else jnp.pad(a, ((0, 0), (0, 0), (0, _ROWS - c.rows))) for a in (factors, bias)
+        )
     unused = jnp.zeros((1,), jnp.float32)
     boxes = c.block_t // c.box
     x_copies = 1 if packed and boxes == 1 else boxes * x_chunks
+    arrivals = x_copies + parts * (2 if packed and packed.scales else 1)
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, packed=packed, zero_tail=zero_tail, interpret=bool(interpret)),
+        functools.partial(_body, config=c, packed=packed, gate=gate, zero_tail=zero_tail, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() * c.per_sm,),
         grid_names=("block",),
@@ -350,16 +418,18 @@ def grouped_matmul_decode(
         thread_name="wg",
         scratch_types=dict(
             w_smem=plgpu.SMEM(
-                (c.stages, c.block_n, c.chunks * SWIZZLE // w.dtype.itemsize), w.dtype, transforms=swizzled(w.dtype)
+                (c.stages, parts, c.held_n, c.chunks * SWIZZLE // w.dtype.itemsize),
+                w.dtype,
+                transforms=swizzled(w.dtype),
             ),
             x_smem=row_views((c.stages, x_chunks, c.block_t, _WIDTH), x.dtype, plain=False, interpret=bool(interpret)),
             s_smem=s_smem,
-            a_smem=plgpu.SMEM((c.consumers, _ROWS, packed.chunk if packed and interpret else 8), x.dtype),
+            a_smem=plgpu.SMEM((c.consumers, _ROWS, packed.chunk // c.pieces if packed and interpret else 8), x.dtype),
             out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS), out_dtype),
-            full=plgpu.Barrier(num_arrivals=1 + x_copies + bool(packed and packed.scales), num_barriers=c.stages),
+            full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
             empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(schedule, x, w, unused if scales is None else scales, unused if factors is None else factors)
+    return kernel(schedule, x, w, *(unused if a is None else a for a in (scales, factors, bias)))

@@ -87,10 +87,15 @@ def _ptx(packed: Packed) -> str:
     return "\n".join([*lines, "}"])
 
 
-def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Array:
-    """BF16 [64, packed.chunk] from uint8 [64, 128] and scale bytes [64, packed.scales] (or None) in shared memory."""
+def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool, piece: int = 0, pieces: int = 1) -> jax.Array:
+    """BF16 [64, packed.chunk / pieces] from uint8 [64, 128] and scale bytes [64, packed.scales] (or None).
+
+    Both in shared memory; the piece-th part of the columns, so that a caller with few registers can go part by part.
+    """
     if interpret:
-        return _dequantise_jnp(w_ref[...], None if scale_ref is None else scale_ref[...], packed)
+        values = _dequantise_jnp(w_ref[...], None if scale_ref is None else scale_ref[...], packed)
+        width = packed.chunk // pieces
+        return values[:, piece * width : (piece + 1) * width]
     from jax.experimental.mosaic import gpu as mgpu
     from jax.experimental.mosaic.gpu import fragmented_array as fa
     from jaxlib.mlir import ir
@@ -101,10 +106,11 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Arra
     ptx = _ptx(packed)
     refs = (w_ref,) if scale_ref is None else (w_ref, scale_ref)
     types = (plgpu.RefType(wg_swizzle), plgpu.RefType())[: len(refs)]
+    shape = (64, packed.chunk // pieces)
 
     @plgpu.inline_mgpu(
         arg_types=types,
-        return_type=plgpu.ShapeDtypeStruct((64, packed.chunk), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),
     )
     def convert(ctx, data, scales=None):
         del ctx
@@ -113,7 +119,8 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Arra
         const = lambda v: arith.constant(i32, v)  # noqa: E731
         data = mgpu.FragmentedArray.load_tiled(data, swizzle=128, is_signed=False, layout=fa.WGMMA_LAYOUT_8BIT)
         words = data.registers.reshape(8, 2)  # [16 bytes of a row, rows g and g + 8 of a warp's 16]
-        out = np.empty((8 * outs, 2), dtype=object)
+        mine = range(8 // pieces * piece, 8 // pieces * (piece + 1))
+        out = np.empty((8 // pieces * outs, 2), dtype=object)
         if scales is not None:
             v = packed.scales
             layout = fa.TiledLayout(
@@ -123,8 +130,9 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Arra
                 vector_dim=-1,
             )
             scales = mgpu.FragmentedArray.load_untiled(scales, layout=layout, is_signed=False, optimized=False)
-            lane = arith.andi(mgpu.utils.thread_idx(), const(3))
-            high = arith.muli(arith.shrui(lane, const(1)), const(0x0101))
+        if packed.scale == "e4m3":  # lanes 0, 1 and lanes 2, 3 are in different blocks of 16
+            high = arith.andi(arith.shrui(mgpu.utils.thread_idx(), const(1)), const(1))
+            select = arith.addi(const(0x4240), arith.muli(high, const(0x0101)))
         for half in range(2):
             if scales is not None:
                 packed_scales = scales.registers.reshape(2)[half]
@@ -133,33 +141,40 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool) -> jax.Arra
                     vector.extract(as_words, dynamic_position=[], static_position=[i])
                     for i in range(packed.scales // 4)
                 ]
-            for j in range(8):
+            for j in mine:
                 word = mgpu.utils.bitcast(words[j, half], i32)
                 scale = const(0)
-                if packed.scale == "e4m3":
-                    # Lanes 0, 1 and lanes 2, 3 are in different blocks of 16.
-                    select = arith.addi(const(0x4040 + (j % 2) * 0x0202), high)
-                    scale = _asm(llvm, i32, [scale_words[j // 2], select], _E4M3_SCALE)
-                elif packed.scale == "e8m0":
-                    index = j * 16 * packed.per_byte // packed.block
-                    select = const(0x4040 + (index % 4) * 0x0101)
-                    scale = _asm(llvm, i32, [scale_words[index // 4], select], _E8M0_SCALE)
+                if scales is not None:
+                    if j % 2 == 0:
+                        if packed.scale == "e4m3":
+                            two = _asm(llvm, i32, [scale_words[j // 2], select], _E4M3_SCALES)
+                        else:
+                            first, second = (i * 16 * packed.per_byte // packed.block for i in (j, j + 1))
+                            pick = const(0x4040 + first % 4 + (second % 4 << 8))
+                            two = _asm(llvm, i32, [scale_words[first // 4], pick], _E8M0_SCALES)
+                    scale = _asm(llvm, i32, [two], _BROADCAST[j % 2])
                 struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * outs)})>")
                 constraints = ",".join(["=r"] * outs + ["r", "r"])
                 result = llvm.inline_asm(struct, [word, scale], ptx, constraints)
                 for i in range(outs):
                     value = llvm.extractvalue(i32, result, [i])  # pyright: ignore[reportArgumentType]
-                    out[j * outs + i, half] = mgpu.utils.bitcast(value, pair)
-        out = out.reshape(fa.WGMMA_LAYOUT.registers_shape((64, packed.chunk)))
+                    out[(j - mine[0]) * outs + i, half] = mgpu.utils.bitcast(value, pair)
+        out = out.reshape(fa.WGMMA_LAYOUT.registers_shape(shape))
         return mgpu.FragmentedArray(_registers=out, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
     return convert(*refs)  # pyright: ignore[reportReturnType]
 
 
-_E8M0_SCALE = "{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, $2; shl.b32 $0, $0, 7; }"
-# E4M3 bits as BF16 are scale * 2^-120: times 2^127 and 2^100, which with the element's 2^-126 leaves 2^-19.
-_E4M3_SCALE = """{ .reg .b32 z, p; mov.b32 z, 0; prmt.b32 p, $1, z, $2; shl.b32 p, p, 4; and.b32 p, p, 0x07F007F0;
+# The scales of two words at once, as BF16.
+_E8M0_SCALES = "{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, $2; shl.b32 $0, $0, 7; }"
+# E4M3 bits (a scale has no sign) as BF16 are scale * 2^-120: times 2^127 and 2^100,
+# which with the element's 2^-126 leaves 2^-19.
+_E4M3_SCALES = """{ .reg .b32 z, p; mov.b32 z, 0; prmt.b32 p, $1, z, $2; shl.b32 p, p, 4;
 mov.b32 z, 0x7F007F00; mul.rn.bf16x2 p, p, z; mov.b32 z, 0x71807180; mul.rn.bf16x2 $0, p, z; }"""
+_BROADCAST = (  # of one half, which the multiplication takes as it is: no instruction
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $1; mov.b32 $0, {a, a}; }",
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $1; mov.b32 $0, {b, b}; }",
+)
 
 
 def _asm(llvm, result_type, operands, text):

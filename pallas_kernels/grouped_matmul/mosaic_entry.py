@@ -20,7 +20,7 @@ from . import tuning
 from .schedule import group_bounds, tile_schedule
 
 if TYPE_CHECKING:
-    from .mosaic_sm90 import Gate
+    from .gate import Gate
 
 _HALF = ("bfloat16", "float16")
 _OUT = (*_HALF, "float32")
@@ -110,11 +110,11 @@ def _direct(kernel, x, w, group_sizes, group_offset, out_dtype, *, n=None, **opt
     return grouped_matmul(x, w, schedule, config=c, out_dtype=jnp.dtype(out_dtype), **options)[:m]
 
 
-def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
+def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret, *, gate=None, bias=None) -> jax.Array:
     from .mosaic_decode_sm90 import DecodeConfig, grouped_matmul_decode
     from .mosaic_dequant import Packed
 
-    (m, k), (groups, n) = x.shape, w.shape[:2]
+    (m, k), groups, n = x.shape, w.shape[0], w.shape[-2]
     data, scales, factors, packed, name = w, None, None, None, str(x.dtype)
     if isinstance(w, QTensor):
         fmt = w.format
@@ -122,11 +122,12 @@ def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Arr
         data, scales = lax.bitcast_convert_type(w.data, jnp.uint8), w.block_scale
         if packed.scales:
             scales = lax.bitcast_convert_type(scales, jnp.uint8)
-            scales = jnp.pad(scales, ((0, 0), (0, 0), (0, -scales.shape[2] % 16)))
-            factors = jnp.ones((), jnp.float32) if w.global_scale is None else w.global_scale
-            factors = jnp.broadcast_to(factors, (groups,)) if factors.ndim < 2 else factors
-        x = jnp.pad(x, ((0, 0), (0, data.shape[2] * packed.per_byte - k))).astype(jnp.bfloat16)
-    c = _config("decode", DecodeConfig, name, m, groups, n, k)
+            scales = jnp.pad(scales, [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % 16)])
+            factors = _factors(w)
+        x = jnp.pad(x, ((0, 0), (0, data.shape[-1] * packed.per_byte - k))).astype(jnp.bfloat16)
+    if not gate:
+        data, scales, bias = (None if a is None else a[:, None] for a in (data, scales, bias))
+    c = _config("decode_gated" if gate else "decode", DecodeConfig, name, m, groups, n, k)
     x = _pad_rows(x, c.box)
     schedule = tile_schedule(
         group_sizes, num_rows=x.shape[0], block=c.block_t, group_offset=group_offset, num_weights=groups
@@ -137,12 +138,25 @@ def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Arr
         schedule,
         scales,
         factors,
+        None if bias is None else bias.astype(jnp.float32),
         config=c,
         packed=packed,
+        gate=gate,
         out_dtype=jnp.dtype(out_dtype),
         interpret=interpret,
     )
     return out[:m]
+
+
+def _factors(w: QTensor) -> jax.Array:
+    """The global scales of w [G, N, K] or [G, P, N, K] as [G, P] or [G, P, N], P = 1 where there is no such axis."""
+    scale = jnp.ones((), jnp.float32) if w.global_scale is None else w.global_scale.astype(jnp.float32)
+    if len(w.shape) == 3 and scale.ndim == 2:
+        return scale[:, None]
+    parts = w.shape[1] if len(w.shape) == 4 else 1
+    if scale.ndim < 3:
+        scale = jnp.broadcast_to(scale.reshape(scale.shape + (1,) * (2 - scale.ndim)), (w.shape[0], parts))
+    return scale
 
 
 def _fp8(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
@@ -191,14 +205,46 @@ def drhs(dy, x, group_sizes, *, num_groups: int, group_offset=None, out_dtype, i
     return grouped_matmul_drhs(dy, x, starts, ends, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret)
 
 
-def gated(
-    x: jax.Array, w: jax.Array, group_sizes: jax.Array, gate: Gate, *, group_offset=None, out_dtype, interpret=None
-) -> jax.Array:
-    """gate(x . w[g, 0]) * (x . w[g, 1]) in one kernel: x [M, K], w [G, 2, F, K], BF16 or F16 -> [M, F].
+def why_not_gated(problem, gate: Gate, *, bias: bool) -> str | None:
+    """Why `gated` cannot do a forward Problem whose w is [G, 2, N, K], or None."""
+    reason = why_not(problem)
+    if reason is not None:
+        return reason
+    x, w = FORMATS.get(problem.x), FORMATS.get(problem.w)
+    few = tuning.rows_per_group(problem.m, problem.groups) <= DECODE_ROWS
+    if few or w is not None:
+        if x is not None and w is not None and not few:
+            return "many rows of quantised activations and weights have a kernel of their own, which has no gate"
+        return None
+    if bias:
+        return "the kernel for many rows per group adds no bias"
+    return None
 
-    For more than DECODE_ROWS rows per group; no gradient of its own.
+
+def gated(
+    x: Any,
+    w: Any,
+    group_sizes: jax.Array,
+    gate: Gate,
+    *,
+    bias: jax.Array | None = None,
+    group_offset=None,
+    out_dtype,
+    interpret=None,
+) -> jax.Array:
+    """gate(x . w[g, 0] + bias[g, 0]) * (x . w[g, 1] + bias[g, 1]) in one kernel; see `why_not_gated`.
+
+    x [M, K], w [G, 2, F, K], arrays or QTensors, bias [G, 2, F] -> [M, F]. No gradient of its own.
     """
-    if x.shape[0] == 0 or w.shape[0] == 0:
-        return jnp.zeros((x.shape[0], w.shape[2]), out_dtype)
-    w = w.astype(x.dtype)
-    return _direct("gated", x, w, group_sizes, group_offset, out_dtype, n=w.shape[2], gate=gate, interpret=interpret)
+    m, groups, f = x.shape[0], w.shape[0], w.shape[2]
+    if m == 0 or groups == 0:
+        return jnp.zeros((m, f), out_dtype)
+    quantised = isinstance(w, QTensor)
+    x = _half(x, jnp.bfloat16 if quantised else w.dtype)
+    if not quantised:
+        w = w.astype(x.dtype)
+    if quantised or tuning.rows_per_group(m, groups) <= DECODE_ROWS:
+        return _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret, gate=gate, bias=bias)
+    if bias is not None:
+        raise ValueError("The kernel for many rows per group adds no bias; add it to separate projections.")
+    return _direct("gated", x, w, group_sizes, group_offset, out_dtype, n=f, gate=gate, interpret=interpret)

@@ -138,7 +138,7 @@ def test_gradients_equal_float32_and_empty_groups_are_exactly_zero(rng):
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swiglu_oai"])
 def test_the_gated_product_equals_float32(rng, kind):
-    from pallas_kernels.grouped_matmul.mosaic_sm90 import Gate, gated_product
+    from pallas_kernels.grouped_matmul.gate import Gate, gated_product
 
     m, gate = 1500, Gate(kind)
     x, w = normal(rng, m, K), normal(rng, G, 2, N, K) * jnp.bfloat16(0.1)
