@@ -25,6 +25,8 @@ from .mosaic_sm90 import (
     as_views,
     compiler_params,
     drain,
+    follow,
+    lead_on,
     load_rows,
     num_sms,
     row_views,
@@ -42,13 +44,14 @@ _TILE_N = 128  # columns of a tile, under one scale of the weights
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
-    """Tiles of block_m x 128. cluster, band, stages, out_slots: as in mosaic_sm90.Config."""
+    """Tiles of block_m x 128. cluster, band, stages, out_slots, lead: as in mosaic_sm90.Config."""
 
     block_m: int = 256
     stages: int = 4
     cluster: int = 1
     band: int = 0
     out_slots: int = 2
+    lead: int = 0
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -143,6 +146,7 @@ def _body(
     out_smem,
     full,
     empty,
+    ahead=None,
     *,
     config: Fp8Config,
     zero_tail,
@@ -220,6 +224,8 @@ def _body(
                 step, (scale, row_scales), totals = carry
                 slot = lax.rem(step, c.stages)
                 following = scales_of(j + 1)
+                if c.lead:
+                    lead_on(wg, ahead, step == c.lead)
                 plgpu.barrier_wait(full.at[slot])
                 new = []
                 for i, (box, first_column, columns) in enumerate(work):
@@ -255,7 +261,11 @@ def _body(
                 pl.when(tile[3] == boxes)(functools.partial(tile_of, boxes, tile, step, steps))
             return step + steps
 
-        each_tile(my_tiles, tile_at, per_tile)
+        if c.lead:
+            follow(wg, ahead)
+        end = each_tile(my_tiles, tile_at, per_tile)
+        if c.lead:
+            lead_on(wg, ahead, end <= c.lead)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -301,6 +311,7 @@ def grouped_matmul_fp8(
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
             full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 1, num_barriers=c.stages),
             empty=empty,
+            **(dict(ahead=plgpu.Barrier()) if c.lead else {}),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .gate import Gate, gated_product
 from .schedule import Schedule, each_tile, num_tiles, read_boxes
 
 BOX = 64
@@ -36,7 +37,8 @@ class Config:
 
     block_m, block_n, block_k: output tile of a block and the depth of one stage (elements). cluster: blocks that share
     the rows they load through TMA multicast, adjacent along N. band: columns of tiles walked together before moving
-    along N (0: all), which decides what stays in the L2 cache.
+    along N (0: all), which decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins
+    before the other, so that one stores while the other multiplies; less than stages.
     """
 
     block_n: int = 256
@@ -46,6 +48,7 @@ class Config:
     band: int = 0
     block_m: int = 128
     out_slots: int = 2
+    lead: int = 0
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -63,15 +66,6 @@ class Config:
         """Shared memory of one block, barriers left out."""
         stage = (self.block_m + self.block_n) * self.block_k * itemsize
         return self.stages * stage + CONSUMERS * self.out_slots * BOX * 64 * 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Gate:
-    """The product of gate and up projection: "silu", "gelu_tanh", or "swiglu_oai" with its alpha and clamp limit."""
-
-    kind: Literal["silu", "gelu_tanh", "swiglu_oai"] = "silu"
-    alpha: float = 1.702
-    limit: float = 7.0
 
 
 def num_sms() -> int:
@@ -145,6 +139,16 @@ def arrive(barrier, *, cluster: int, interpret: bool):
     plgpu.barrier_arrive(barrier)
 
 
+def follow(wg, ahead):
+    """Has the second multiplying warpgroup wait for `lead_on` of the first."""
+    pl.when(wg == 1)(lambda: plgpu.barrier_wait(ahead))
+
+
+def lead_on(wg, ahead, now):
+    """The first warpgroup lets the second begin, once, where `now` holds."""
+    pl.when((wg == 0) & now)(lambda: plgpu.barrier_arrive(ahead))
+
+
 def drain(steps, stages: int, empty):
     """Waits until the last stages are released: a block may leave only when nobody will arrive on its barriers."""
 
@@ -210,20 +214,23 @@ def shares(boxes: int, wg, width: int) -> list[tuple[Any, Any, int]]:
     return [(wg * whole + i, 0, width) for i in range(whole)] + [(boxes - 1, wg * half, half)] * odd
 
 
-def gated_product(gate: jax.Array, up: jax.Array, activation: Gate) -> jax.Array:
-    """activation(gate) * up in float32."""
-    if activation.kind == "swiglu_oai":
-        gate = jnp.minimum(gate, activation.limit)
-        up = jnp.maximum(jnp.minimum(up, activation.limit), -activation.limit)
-        return gate / (1.0 + jnp.exp(-activation.alpha * gate)) * (up + 1.0)
-    if activation.kind == "silu":
-        return gate / (1.0 + jnp.exp(-gate)) * up
-    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    return 0.5 * gate * (1.0 + jnp.tanh(inner)) * up
-
-
 def _body(
-    schedule, x, w, out, a_smem, b_smem, out_smem, full, empty, *, config, gate, transposed, zero_tail, interpret
+    schedule,
+    x,
+    w,
+    out,
+    a_smem,
+    b_smem,
+    out_smem,
+    full,
+    empty,
+    ahead=None,
+    *,
+    config,
+    gate,
+    transposed,
+    zero_tail,
+    interpret,
 ):
     c: Config = config
     _, k = x.shape
@@ -310,6 +317,8 @@ def _body(
             def scope(*accs):
                 def per_step(j, step):
                     slot = lax.rem(step, c.stages)
+                    if c.lead:
+                        lead_on(wg, ahead, step == c.lead)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma_wait(sum(multiply(acc, slot, *piece) for acc, piece in zip(accs, work, strict=True)))
 
@@ -360,7 +369,11 @@ def _body(
                 pl.when(tile[3] == boxes)(functools.partial(tile_of, boxes, tile, step, steps))
             return step + steps
 
-        each_tile(my_tiles, tile_at, per_tile)
+        if c.lead:
+            follow(wg, ahead)
+        end = each_tile(my_tiles, tile_at, per_tile)
+        if c.lead:
+            lead_on(wg, ahead, end <= c.lead)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -413,6 +426,7 @@ def grouped_matmul(
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
             full=plgpu.Barrier(num_arrivals=c.block_m // BOX + (2 if gate else 1), num_barriers=c.stages),
             empty=empty,
+            **(dict(ahead=plgpu.Barrier()) if c.lead else {}),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
