@@ -36,6 +36,7 @@ class DeviceCaps:
     which the ranks are spread in equal consecutive blocks, 1 where they are not. local_kernels: whether the remote-write
     kernels serve the GPUs of one host of a mesh of several. No JAX up to 0.12 has that: its table of peers spans the
     whole mesh, and from process to process it asks for multicast memory. Opt-in, with an expert axis (hosts, ranks).
+    ragged: whether lax.ragged_all_to_all works between processes.
     """
 
     platform: str = "cpu"
@@ -47,6 +48,7 @@ class DeviceCaps:
     name: str = ""
     num_hosts: int = 1
     local_kernels: bool = False
+    ragged: bool = True
 
     def __post_init__(self):
         if self.link not in LINKS:
@@ -73,6 +75,7 @@ class DeviceCaps:
             kernels_reason="" if compat.KERNELS_SUPPORTED else compat.KERNELS_REASON,
             name=first.device_kind,
             num_hosts=count_hosts(devices),
+            ragged=first.platform != "gpu" or compat.RAGGED_BETWEEN_PROCESSES,
         )
 
     @property

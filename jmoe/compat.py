@@ -13,6 +13,10 @@ KERNELS_REASON = (
     "The portable implementations are used instead."
 )
 
+# From 0.11.2 on XLA:GPU refuses a ragged all-to-all between processes, unless told to use NCCL's send and receive
+# (--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback).
+RAGGED_BETWEEN_PROCESSES = JAX_VERSION < (0, 11, 2)
+
 
 def shard_map(f, *, mesh, in_specs, out_specs):
     """jax.shard_map over all axes of `mesh`, without the varying-axes check (Pallas calls do not carry it)."""

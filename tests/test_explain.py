@@ -140,6 +140,25 @@ def test_the_text_says_why_others_refuse_and_what_they_would_gain():
     assert "It pays here: break-even is about 64 tokens" in hosts
 
 
+def test_several_hosts_show_what_leaves_them():
+    two_hosts = dataclasses.replace(HOPPER, link="network", num_devices=16, num_hosts=2)
+    e = explained(shape=get_shape("deepseek-v3"), ranks=16, tokens=4096, caps=two_hosts)
+    text = to_text(e, width=80)
+    assert "between 2 hosts, once for each (token, host)" in " ".join(text.split())
+    assert "to hosts" in text and "between hosts, both ways" in text and "…" not in text
+    sent = {a.backend: a.host_bytes / a.row.total for a in e.alternatives}
+    assert sent["nvlink_one_sided"] == 4096  # one row for each (token, other host)
+    assert sent["nvlink_two_sided"] == sent["allgather_reducescatter"] == 8 * 4096
+    assert 3.2 < sent["deepep_high_throughput"] / 4096 < 3.3  # ranks of the other host that hold an expert of a token
+    away = {a.backend: a.rows_away for a in e.alternatives}
+    assert away["nvlink_one_sided"] == 4096 + 7 * 2 * 4096 == away["nvlink_two_sided"]
+    kernel = explained(
+        shape=get_shape("deepseek-v3"), ranks=16, tokens=4096, caps=dataclasses.replace(two_hosts, local_kernels=True)
+    ).chosen
+    assert kernel.rows_away < 3 * 4096 + 4096 * 4 and kernel.memory["dispatch_send"] == 0
+    assert "between 2 hosts" in e.blackwell.decision.transport_reason
+
+
 def test_one_rank_sends_nothing():
     text = str(explained({"activations": "mxfp8"}, ranks=1, caps=DeviceCaps()))
     assert "one rank: nothing travels" in text and "this rank, once, before its experts sort the rows" in text

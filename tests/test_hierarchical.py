@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exchange_helpers import ROUTINGS, Case, E, K, T, as_bytes, exchange_fn, inputs, mesh_for
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jmoe import backends, compat
 from jmoe.backends.base import received_valid
+from jmoe.backends.engine import ENGINE
 from jmoe.backends.hierarchical import hierarchical_engine
+from jmoe.caps import DeviceCaps
+from jmoe.config import MoEConfig, QuantConfig
+from jmoe.layer import build_moe, moe
+from jmoe.nn import MoE
+from jmoe.params import init_params
 from jmoe.payload import FLOAT_WIRES, row_layout, wire_names
 from jmoe.placement import to_physical
 from jmoe.plan import host_capacity
@@ -217,3 +224,62 @@ def test_received_rows_of_two_steps_are_the_counted_ones():
     )
     np.testing.assert_array_equal(valid, real)
     assert int(counts.sum()) == int(real.sum()) > 0 and E == 10
+
+
+TWO_HOSTS = DeviceCaps("cpu", None, 8, "network", num_hosts=2)
+
+
+@pytest.mark.parametrize("axis", AXES, ids=str)
+@pytest.mark.parametrize("quant", (QuantConfig(), QuantConfig(activations="mxfp8")), ids=("plain", "mxfp8"))
+def test_the_layer_chooses_two_steps_on_two_hosts_and_computes_the_same(axis, quant):
+    config = MoEConfig(64, 32, 16, 4, dtype="float32", quant=quant)
+    case = Case("nvlink_one_sided", 8, num_hosts=2, axis=axis)
+    mesh = mesh_for(case)
+    layer = build_moe(config, mesh=mesh, expert_axis=axis, caps=TWO_HOSTS)
+    flat = build_moe(config, mesh=mesh, expert_axis=axis, caps=TWO_HOSTS, backend="nvlink_two_sided")
+    assert layer.decision(3).transport == "hierarchical" and layer.exchange(3).engine is hierarchical_engine()
+    assert "between 2 hosts, once for each (token, host)" in " ".join(layer.explain(24).split())
+    assert layer.memory(3)["between_hosts"] > 0
+    params = init_params(jax.random.key(0), config)
+    x = jax.random.normal(jax.random.key(1), (24, 64))
+    cotangent = jax.random.normal(jax.random.key(2), (24, 64))
+
+    def run(layer):
+        out, vjp = jax.vjp(lambda params, x: moe(layer, params, x), params, x)
+        return out, vjp(cotangent)
+
+    got, want = (jax.jit(functools.partial(run, a))() for a in (layer, flat))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_a_module_takes_an_expert_axis_of_two(rng):
+    mesh = jax.make_mesh((2, 4), ("host", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    module = MoE(MoEConfig(32, 16, 16, 2), mesh=mesh, expert_axis=("host", "local"), rngs=nnx.Rngs(0))
+    one = MoE.from_params(module.config, module.params)
+    x = jnp.asarray(rng.standard_normal((16, 32)), jnp.float32)
+    assert module.layer.num_ranks == 8 and module.layer.token_axes == ("host", "local")
+    np.testing.assert_allclose(jax.jit(lambda m, x: m(x))(module, x), one(x), rtol=0.02, atol=0.02)
+    with jax.set_mesh(mesh):
+        inside = MoE(module.config, expert_axis=("host", "local"), rngs=nnx.Rngs(0))
+        assert inside.gate_up.get_value().sharding.spec[0] == ("host", "local")
+        single = build_moe(module.config, mesh=mesh, expert_axis=("local",), token_axes=("local",))
+    assert single.expert_axis == "local" and single.num_ranks == 4
+
+
+def test_a_kernel_inside_a_host_needs_an_axis_of_its_own():
+    caps = dataclasses.replace(TWO_HOSTS, local_kernels=True)
+    with pytest.raises(ValueError, match=r"expert_axis='ep'.*mesh with axes \(hosts, ranks of a host\)"):
+        build_moe(MoEConfig(32, 16, 16, 2), mesh=mesh_for(Case("nvlink_one_sided", 8)), caps=caps)
+    mesh = mesh_for(Case("nvlink_one_sided", 8, num_hosts=2, axis=AXES[1]))
+    layer = build_moe(MoEConfig(32, 16, 16, 2), mesh=mesh, expert_axis=AXES[1], caps=caps)
+    assert layer.exchange(4).engine is hierarchical_engine(ENGINE)
+
+
+@pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
+@pytest.mark.parametrize("backend", ("nvlink_one_sided", "low_latency"))
+def test_the_kernels_inside_a_host_lower_for_cuda_and_their_peers_are_its_ranks(backend):
+    case = Case(backend, 8, "bfloat16", hidden=256, num_hosts=2, axis=AXES[1], engine=hierarchical_engine(ENGINE))
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in inputs(case, np.random.default_rng(0), "uniform")]
+    text = exchange_fn(case).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2 and "push_rows" in text and "combine_rows" in text
+    assert text.count("stablehlo.all_to_all") >= 3  # the plan's message, rows there, sums back

@@ -3,10 +3,11 @@
 import dataclasses
 import itertools
 
+import jax
 import pytest
 
 from jmoe import backends
-from jmoe.caps import LINKS, DeviceCaps, detect_link, parse_capability
+from jmoe.caps import LINKS, DeviceCaps, count_hosts, detect_link, parse_capability
 from jmoe.config import MoEConfig, QuantConfig
 from jmoe.experts import EXPERTS
 from jmoe.policy import BACKENDS, BackendOptions, candidates, decide, draft_scheme, family, resolve_contract, table
@@ -15,6 +16,7 @@ from pallas_kernels.quantize.formats import FORMATS
 HOPPER = DeviceCaps("gpu", (9, 0), 8, "nvlink", name="NVIDIA H200")
 BLACKWELL = dataclasses.replace(HOPPER, compute_capability=(10, 0), name="NVIDIA B200")
 CPU = DeviceCaps("cpu", None, 8, "host")
+TWO_HOSTS = dataclasses.replace(HOPPER, link="network", num_hosts=2)
 NO_OPT_INS = BackendOptions()
 NVFP4_OPT_IN = BackendOptions(deepep_ll_nvfp4=True)
 
@@ -322,6 +324,9 @@ def test_expert_outputs_come_back_in_the_layers_dtype_unless_asked():
         (8, 8, BLACKWELL, "nvlink_one_sided"),
         (8, 8, dataclasses.replace(HOPPER, link="host"), "nvlink_two_sided"),
         (8, 8, dataclasses.replace(HOPPER, link="network"), "deepep_high_throughput"),
+        (8, 8, dataclasses.replace(HOPPER, link="network", ragged=False), "nvlink_two_sided"),
+        (8, 8, TWO_HOSTS, "nvlink_one_sided"),
+        (8, 8, dataclasses.replace(TWO_HOSTS, num_hosts=8), "deepep_high_throughput"),  # one GPU on each host
         (8, 8, dataclasses.replace(HOPPER, compute_capability=(8, 0)), "nvlink_two_sided"),
         (8, 8, dataclasses.replace(HOPPER, kernels=False), "nvlink_two_sided"),
     ],
@@ -365,6 +370,19 @@ def test_every_decision_says_what_moves_the_bytes_and_why_not_the_kernel():
     )
     assert decided("fp8", "local").transport == decided("fp8", "nvlink_one_sided", ranks=1).transport == "none"
     assert "NCCL" in decided("fp8", "nvlink_two_sided").transport_reason
+
+
+def test_on_several_hosts_rows_go_between_hosts_first():
+    for backend in ("auto", "nvlink_one_sided", "low_latency"):
+        d = decided("fp8", backend, caps=TWO_HOSTS, ranks=8)
+        assert d.transport == "hierarchical" and "between 2 hosts, once for each (token, host)" in d.transport_reason
+        assert "inside a host lax.all_to_all, because remote writes work within one process" in d.transport_reason
+    kernel = decided("fp8", caps=dataclasses.replace(TWO_HOSTS, local_kernels=True), ranks=8)
+    assert kernel.transport_reason.endswith("inside a host remote writes")
+    assert decided("fp8", "nixl_ep", caps=TWO_HOSTS, ranks=8).transport == "xla"  # ranks come and go
+    assert decided("mxfp4", caps=TWO_HOSTS, ranks=8).backend == "deepep_high_throughput"  # one_sided lacks that format
+    ragged = decided("fp8", "ragged", caps=dataclasses.replace(TWO_HOSTS, ragged=False), ranks=8)
+    assert any("nccl_send_recv_fallback" in note for note in ragged.notes)
 
 
 def test_hopper_compresses_mx_and_nvfp4_and_blackwell_multiplies_them():
@@ -453,11 +471,25 @@ def test_capabilities_describe_a_machine():
         DeviceCaps(link="usb")
     with pytest.raises(ValueError, match="num_devices=0 must be at least 1"):
         DeviceCaps(num_devices=0)
+    with pytest.raises(ValueError, match="num_hosts=3 for 8 devices; hosts must hold equally many"):
+        dataclasses.replace(HOPPER, num_hosts=3)
+    assert "several processes or hosts (2 hosts)" in TWO_HOSTS.describe()
 
 
 class Device:
-    def __init__(self, platform, process=0, ordinal=0):
+    def __init__(self, platform, process=0, ordinal=0, host=None):
         self.platform, self.process_index, self.local_hardware_id = platform, process, ordinal
+        self.slice_index = host
+
+
+def test_hosts_are_equal_blocks_of_devices():
+    by_process = lambda *p, **k: [Device("cpu", i, **k) for i in p]  # noqa: E731
+    assert count_hosts(by_process(0, 0, 1, 1)) == 2 and count_hosts(by_process(0, 0, 0, 0)) == 1
+    assert count_hosts(by_process(0, 1, 0, 1)) == 1 and count_hosts(by_process(0, 0, 0, 1)) == 1
+    assert count_hosts(by_process(0, 1, 2)) == 3
+    # one process for each GPU: what JAX calls a slice is the host
+    gpus = [Device("gpu", i, host=i // 2) for i in range(4)]
+    assert count_hosts(gpus) == 2 and DeviceCaps.detect(jax.devices()).num_hosts == 1
 
 
 def test_the_link_between_devices_is_found(monkeypatch):

@@ -32,13 +32,17 @@ from .two_sided import TwoSided
 _BETWEEN, _INSIDE = TwoSided(), LowLatency()
 
 
-@functools.cache
 def hierarchical_engine(inner: Engine | None = None) -> Engine:
     """The engine of an `Exchange` with num_hosts > 1. inner: a kernel that serves the ranks of one host.
 
     The kernel needs an axis of the mesh that spans one host and nothing else: an expert axis (hosts, ranks of a host).
     Over a single axis, where its peers would have no name, the rows inside a host move through lax.all_to_all.
     """
+    return _engine(inner)
+
+
+@functools.cache  # equal exchanges need one and the same engine
+def _engine(inner: Engine | None) -> Engine:
     within = f"the {inner.name} kernel" if inner is not None else "lax.all_to_all"
     return Engine(
         "hierarchical",

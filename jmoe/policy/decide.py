@@ -153,7 +153,8 @@ def candidates(config: MoEConfig, *, num_ranks: int, tokens: int, caps: DeviceCa
     two_sided = ("nvlink_two_sided", f"{num_ranks} ranks, {LINKS[caps.link]}, exchange by all-to-all through XLA")
     portable = (gather, two_sided) if small else (two_sided, gather)
     if caps.link == "network":
-        spread = [("deepep_high_throughput", "the ranks are spread over several processes or hosts"), two_sided, gather]
+        ragged = ("deepep_high_throughput", "the ranks are spread over several processes or hosts")
+        spread = [ragged, two_sided, gather] if caps.ragged else [two_sided, gather, ragged]
         if _in_two_steps(BACKENDS["nvlink_one_sided"], caps, num_ranks):
             once = f"{num_ranks} ranks on {caps.num_hosts} hosts: each token crosses once to each host that needs it"
             spread.insert(0, ("nvlink_one_sided", once))
@@ -266,6 +267,11 @@ def _decide(
     native, device_note = _device_note(name or (wire if wire in FORMATS else None), caps)
     scale = _scale(name if name is not None else wire)
     notes = [device_note] if device_note else []
+    if row.uses == "ragged" and caps.link == "network" and not caps.ragged:
+        notes.append(
+            "This JAX refuses a ragged all-to-all between processes, unless XLA_FLAGS has "
+            "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true."
+        )
     if on_receive == "requantize":
         notes.append(f"The activations are quantised twice: to {wire} for the wire, then to {name} for the experts.")
     if scale == "static" and wire in FORMATS and num_ranks > 1:
