@@ -113,9 +113,9 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
     """
     tokens = pieces[0].shape[0]
     widths = [piece.shape[1] for piece in pieces]
-    nbytes = sum(row_bytes(piece) for piece in pieces)
     schedule = schedule or Schedule.for_tokens(tokens)
-    stages = stages_for(schedule, nbytes)
+    strides = [stride_of(piece.shape[1], row_bytes(piece) // piece.shape[1], schedule) for piece in pieces]
+    stages = stages_for(schedule, sum(s * p.dtype.itemsize for s, p in zip(strides, pieces, strict=True)))
     in_flight = min(schedule.in_flight, stages - 1)
 
     def body(*refs):
@@ -140,7 +140,7 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
                 for piece_ref, ring in zip(piece_refs, rings, strict=True):
                     plgpu.copy_gmem_to_smem(
                         piece_ref.at[pl.ds(block + i * blocks, 1)],
-                        ring.at[stage],
+                        ring.at[stage, :, pl.ds(0, piece_ref.shape[1])],
                         full.at[stage],
                         oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                     )
@@ -164,7 +164,9 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
                         for out_ref, ring, width in zip(out_refs, rings, widths, strict=True):
                             target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                             plgpu.copy_smem_to_gmem(
-                                ring.at[stage], target.at[pl.ds(place, 1), pl.ds(0, width)], commit_group=False
+                                ring.at[stage, :, pl.ds(0, width)],
+                                target.at[pl.ds(place, 1), pl.ds(0, width)],
+                                commit_group=False,
                             )
 
                 plgpu.commit_smem_to_gmem_group()
@@ -184,14 +186,11 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
     *received, out_counts = plgpu.kernel(
         body,
         out_type=(
-            *(
-                jax.ShapeDtypeStruct((total, stride_of(p.shape[1], p.dtype.itemsize, schedule)), p.dtype)
-                for p in pieces
-            ),
+            *(jax.ShapeDtypeStruct((total, stride), p.dtype) for stride, p in zip(strides, pieces, strict=True)),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
-            *(plgpu.SMEM((stages, 1, p.shape[1]), p.dtype) for p in pieces),
+            *(plgpu.SMEM((stages, 1, stride), p.dtype) for stride, p in zip(strides, pieces, strict=True)),
             plgpu.Barrier(num_arrivals=len(pieces), num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ],

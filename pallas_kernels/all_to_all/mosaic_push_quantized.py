@@ -87,13 +87,17 @@ def push_quantized(
         tables, places = (target, slot), batched_places(axis_name, num_ranks, num_local, capacity)
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_tokens(tokens, stages=9)
-    # A multiple of the quantising warpgroups: each stage belongs to one of them, which misses no phase of it.
-    stages = min(schedule.stages, SHARED_MEMORY // (row_bytes(x) + row)) // warpgroups * warpgroups
-    if stages == 0:
+    stride = stride_of(row, 1, schedule)
+    fitting = min(schedule.stages, SHARED_MEMORY // (row_bytes(x) + stride))
+    # A warpgroup frees a stage when it is done with its next row, so it needs two. And a multiple of the warpgroups:
+    # each stage belongs to one of them, which misses no phase of it.
+    warpgroups = min(warpgroups, fitting // 2)
+    if warpgroups == 0:
         raise ValueError(
-            f"push_quantized: rows of {width} values leave no room for {warpgroups} of them in shared memory. "
-            "Use fewer warpgroups, or quantise first and use push_rows."
+            f"push_quantized: rows of {width} {x.dtype} leave no room for two of them in {SHARED_MEMORY} bytes of "
+            "shared memory. Quantise first and use push_rows."
         )
+    stages = fitting // warpgroups * warpgroups
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
     def quantize_row(_, *refs):
@@ -152,7 +156,9 @@ def push_quantized(
                     def _(peer=peer, place=place):
                         target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                         plgpu.copy_smem_to_gmem(
-                            packed.at[stage], target.at[pl.ds(place, 1), pl.ds(0, row)], commit_group=False
+                            packed.at[stage, :, pl.ds(0, row)],
+                            target.at[pl.ds(place, 1), pl.ds(0, row)],
+                            commit_group=False,
                         )
 
                 plgpu.commit_smem_to_gmem_group()
@@ -176,12 +182,12 @@ def push_quantized(
     out, out_counts = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, stride_of(row, 1, schedule)), jnp.uint8),
+            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, stride), jnp.uint8),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
             plgpu.SMEM((stages, 1, width), x.dtype),
-            plgpu.SMEM((stages, 1, row), jnp.uint8),
+            plgpu.SMEM((stages, 1, stride), jnp.uint8),
             plgpu.SMEM((warpgroups, 4), jnp.int32),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
