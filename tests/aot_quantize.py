@@ -71,7 +71,7 @@ def kernels():
         yield f"round trip {fmt}", lambda x, fmt=fmt: q.dequantize(q.quantize(x, fmt, **how), **how), [x]
 
 
-def main(arch: str) -> int:
+def main(arch: str, kernels=kernels) -> int:
     os.environ.update(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", MOSAIC_GPU_DUMP_PTXAS="1", JAX_PLATFORMS="cpu")
     import jax
     import numpy as np

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..quantize import QTensor
-from . import mosaic_entry, portable, triton_entry
+from . import blackwell_entry, mosaic_entry, portable, triton_entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Implementation:
     """One way to compute a grouped matmul and its gradients.
 
     why_not: a reason why it cannot do a Problem, or None if it can. forward, dlhs, drhs: functions with the signatures
-    of `portable.grouped_matmul`, `grouped_matmul_dlhs` and `grouped_matmul_drhs`; why_not is asked for each separately.
+    of `portable.grouped_matmul`, `grouped_matmul_dlhs` and `grouped_matmul_drhs`; why_not is asked for each separately;
+    drhs may be None where it always has a reason.
     opt_in: only used where it is named, because it has not been run on its hardware yet.
     """
 
@@ -52,7 +53,7 @@ class Implementation:
     why_not: Callable[[Problem], str | None]
     forward: Callable[..., jax.Array]
     dlhs: Callable[..., jax.Array]
-    drhs: Callable[..., jax.Array]
+    drhs: Callable[..., jax.Array] | None = None
     opt_in: bool = False
 
 
@@ -64,6 +65,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         forward=mosaic_entry.forward,
         dlhs=mosaic_entry.dlhs,
         drhs=mosaic_entry.drhs,
+    ),
+    Implementation(
+        name="mosaic_sm100",
+        why_not=blackwell_entry.why_not,
+        forward=blackwell_entry.forward,
+        dlhs=blackwell_entry.dlhs,
+        opt_in=True,
     ),
     Implementation(
         name="triton",
@@ -147,6 +155,7 @@ def _backward(static, residuals, dy):
         named = next((i for i in IMPLEMENTATIONS if i.name == static.implementation), None)
         chosen = named if named is not None and named.why_not(problem) is None else choose(problem)
         function = chosen.dlhs if op == "dlhs" else chosen.drhs
+        assert function is not None, f"{chosen.name} says that it can do drhs and has none"
         return function(a, b, group_sizes, group_offset=group_offset, out_dtype=dtype, **options)
 
     dx = d_stand_in = dw = None
