@@ -1,0 +1,193 @@
+"""The documentation does what it says: code blocks run, commands parse, links lead somewhere, figures are in step.
+
+The Python blocks of a page are one program, run in a process of its own on four virtual CPU devices. Lines keep their
+numbers, so that a traceback points into the page.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jmoe import cli, compat
+from jmoe.bench import common
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def program(text):
+    """The Python blocks of a page, at the lines where they stand."""
+    lines = [""] * (text.count("\n") + 1)
+    for match in FENCE.finditer(text):
+        if match.group(1) == "python":
+            first = text[: match.start(2)].count("\n")
+            body = match.group(2).splitlines()
+            lines[first : first + len(body)] = body
+    return "\n".join(lines)
+
+
+def execute(page, text):
+    """Run a page's program from the root of the repository."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+    run = f"exec(compile({program(text)!r}, {str(page)!r}, 'exec'), {{'__name__': '__main__'}})"
+    return subprocess.run([sys.executable, "-"], input=run, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+WITH_CODE = [p for p in PAGES if program(p.read_text()).strip()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.name)
+def test_the_code_of_a_page_runs(page):
+    done = execute(page, page.read_text())
+    assert done.returncode == 0, f"{page.name}:\n{done.stderr[-3000:]}"
+
+
+def test_a_page_with_a_wrong_block_fails_at_its_line():
+    page = "# Page\n\n```python\nimport jax\nassert jax.device_count() == 4\n```\n\ntext\n\n```python\nassert jax.device_count() == 3\n```\n"
+    done = execute(Path("page.md"), page)
+    assert done.returncode == 1 and 'File "page.md", line 11' in done.stderr and "AssertionError" in done.stderr
+    right = page.replace("== 3", "== 4")
+    assert execute(Path("page.md"), right).returncode == 0
+    assert program("```bash\nrm x\n```\n").strip() == ""  # other languages are not run
+
+
+def commands():
+    """Every `jmoe ...` and `python -m jmoe ...` in a shell block, as (page, words)."""
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text()):
+            if match.group(1) in ("bash", "console", "sh"):
+                for line in match.group(2).replace("\\\n", " ").splitlines():
+                    words = shlex.split(line.removeprefix("$ "), comments=True)
+                    at = next((i for i, w in enumerate(words) if Path(w).name == "jmoe"), None)
+                    if at is not None and (at == 0 or words[at - 1] == "-m"):
+                        yield page.name, words[at + 1 :]
+
+
+@pytest.mark.parametrize("page, words", list(commands()), ids=lambda v: " ".join(v) if isinstance(v, list) else v)
+def test_a_command_in_the_documentation_is_one_that_the_parser_takes(page, words):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            args = cli._parser(words).parse_args(words)
+        except SystemExit as e:
+            raise AssertionError(f"{page}: {err.getvalue()}") from e
+    assert args.command in cli.HELP
+    if args.command == "explain":
+        assert cli.layer_config(args) is not None or True
+
+
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)")
+PATH = re.compile(r"`((?:jmoe|pallas_kernels|tests|examples|docs|\.ci)/[\w./*-]*)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_paths_lead_to_something(page):
+    text = page.read_text()
+    missing = [t for t in LINK.findall(text) if not (page.parent / t).exists()]
+    missing += [t for t in PATH.findall(text) if not list(ROOT.glob(t.rstrip("/")))]
+    assert not missing, missing
+
+
+def test_every_page_is_listed_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    unlisted = [p.name for p in PAGES[1:] if f"docs/{p.name}" not in readme]
+    assert not unlisted, unlisted
+
+
+# --- docs/make.py
+
+
+def load_make():
+    spec = importlib.util.spec_from_file_location("docs_make", ROOT / "docs" / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make = load_make()
+
+
+@pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason="the kernels' own reasons, which the tables state, ask for JAX >= 0.11")
+def test_what_is_made_is_in_step_with_its_sources(capsys):
+    assert make.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def records(meaningful=True, seconds=1e-4):
+    environment = {"num_devices": 2, "device_kind": "NVIDIA H200", "jax": "0.11.2", "time": "2026-11-30T06:00:00"}
+    return [
+        common.Record(
+            "quantise mxfp8",
+            "16384x7168 bfloat16",
+            3800.0,
+            "GB/s",
+            seconds=seconds,
+            ceiling=4000.0,
+            ceiling_name="copy",
+            peer=1600.0,
+            peer_name="plain XLA",
+            meaningful=meaningful,
+            parameters={"T": 16384, "peers": {"plain XLA": 1600.0, "torch.compile": 3200.0}},
+            environment=environment,
+        )
+    ]
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A repository with a README and figures of its own."""
+    figures = tmp_path / "docs" / "figures"
+    figures.mkdir(parents=True)
+    (tmp_path / "README.md").write_text("before\n<!-- made: figures -->\nold\n<!-- end: figures -->\nafter\n")
+    for name, value in {"ROOT": tmp_path, "FIGURES": figures, "PICTURE": figures / "throughput.png"}.items():
+        monkeypatch.setattr(make, name, value)
+    monkeypatch.setattr(make.load, "__defaults__", (figures,))
+    monkeypatch.setattr(make.digest, "__defaults__", (figures,))
+    return tmp_path
+
+
+def test_the_readme_follows_the_figures_that_there_are(elsewhere, capsys):
+    readme, figures = elsewhere / "README.md", elsewhere / "docs" / "figures"
+    assert make.main(["--check"]) == 1 and "README.md is out of step" in capsys.readouterr().err
+    assert make.main([]) == 0 and "No figures are committed yet" in readme.read_text()
+    assert make.main(["--check"]) == 0
+
+    common.write_json(figures / "quantize.json", "quantize", records())
+    assert make.main(["--check"]) == 1
+    assert make.main([]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| quantise mxfp8 | 16384x7168 bfloat16 | 3,800 GB/s | 95 % of copy |" in text
+    assert "plain XLA 1,600, torch.compile 3,200" in text and "2 x NVIDIA H200, JAX 0.11.2" in text
+    assert make.PICTURE.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and make.main(["--check"]) == 0
+
+    common.write_json(figures / "quantize.json", "quantize", records(seconds=2e-4))  # the picture is now of other data
+    assert make.main(["--check"]) == 1 and "throughput.png" in capsys.readouterr().err
+    readme.write_text(text.replace("3,800", "9,999"))  # and somebody improved a figure by hand
+    make.main([])
+    readme.write_text(readme.read_text().replace("3,800", "9,999"))
+    assert make.main(["--check"]) == 1 and "README.md" in capsys.readouterr().err
+
+
+def test_figures_that_mean_nothing_are_refused(elsewhere, capsys):
+    figures = elsewhere / "docs" / "figures"
+    common.write_json(figures / "quantize.json", "quantize", records(meaningful=False))
+    assert make.main([]) == 1 and "say nothing about speed" in capsys.readouterr().err
+    common.write_json(figures / "quantize.json", "layer", records())
+    assert make.main([]) == 1 and "its name says quantize" in capsys.readouterr().err
+
+
+def test_marks_that_are_open_or_unknown_are_refused():
+    with pytest.raises(ValueError, match="nothing is made for 'speeds'"):
+        make.fill("<!-- made: speeds -->\n<!-- end: speeds -->\n", {}, Path("a.md"))
+    with pytest.raises(ValueError, match="has no `<!-- end"):
+        make.fill("<!-- made: figures -->\n", {"figures": ""}, Path("a.md"))
