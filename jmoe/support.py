@@ -61,7 +61,7 @@ def exchange(backend: str, activations: str | None, architecture: str) -> Suppor
         decision = decide(config, backend=backend, num_ranks=ranks, tokens=_ROWS, caps=caps)
     except ValueError as refusal:
         return Support("refused", why=str(refusal))
-    how = {"kernel": "kernel", "xla": "XLA", "none": ""}[decision.transport]
+    how = {"none": "", "xla": "XLA", "hierarchical": "kernel in a host, XLA between"}.get(decision.transport, "kernel")
     return Support(_status(architecture), how, decision.where)
 
 

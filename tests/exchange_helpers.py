@@ -15,14 +15,7 @@ from jmoe.placement import even_placement, to_physical
 from pallas_kernels.quantize import QTensor
 
 P = PartitionSpec("ep")
-ALL = (
-    "allgather_reducescatter",
-    "nvlink_two_sided",
-    "nvlink_one_sided",
-    "deepep_high_throughput",
-    "low_latency",
-    "nixl_ep",
-)
+ALL = tuple(name for name in backends.BACKENDS if name != "local")  # everything that moves tokens
 T, D, E, K = 6, 32, 10, 3  # tokens per rank; 10 experts do not divide among 4 or 8 ranks
 
 ROUTINGS = (

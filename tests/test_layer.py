@@ -11,12 +11,13 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jmoe import MoEConfig, QuantConfig, RouterConfig, build_moe, init_params, moe, moe_local, moe_with_stats
+from jmoe.backends import BACKENDS
 from jmoe.compat import shard_map
 from jmoe.layer import quantize_params
 
 D, F, E, K, T = 128, 64, 8, 2, 64
-STANDARD = ("allgather_reducescatter", "nvlink_two_sided", "nvlink_one_sided", "deepep_high_throughput")
-BATCHED = ("low_latency", "nixl_ep")
+STANDARD = tuple(name for name, b in BACKENDS.items() if b.form == "standard" and name != "local")
+BATCHED = tuple(name for name, b in BACKENDS.items() if b.form == "batched")
 CONFIG = MoEConfig(D, F, E, K, dtype="float32")
 
 
