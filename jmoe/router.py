@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.route import Rule, choose_experts
-from pallas_kernels.route.reference import NORMALIZE_EPS
+from pallas_kernels.route.reference import NORMALIZE_EPS, mask_rows
 
 from .config import RouterConfig
 
@@ -68,11 +68,7 @@ def route(
     fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
     rule = Rule(top_k, **{f: getattr(config, f) for f in fields})
     bias = None if correction_bias is None else correction_bias.astype(jnp.float32)
-    ids, weights = choose_experts(_mask_rows(logits.astype(jnp.float32), valid), bias, rule)
-    if valid is not None:
-        ids = jnp.where(valid[:, None], ids, -1)
-        weights = jnp.where(valid[:, None], weights, jnp.float32(0))
-    return Routing(ids, weights)
+    return Routing(*choose_experts(logits.astype(jnp.float32), bias, rule, valid=valid))
 
 
 def _check(logits, config: RouterConfig, top_k: int, correction_bias, valid) -> None:
@@ -98,11 +94,6 @@ def _check(logits, config: RouterConfig, top_k: int, correction_bias, valid) -> 
         raise ValueError(
             f"valid is {valid.dtype}{list(valid.shape)}; it must be bool[{tokens}], one for each row of the logits."
         )
-
-
-def _mask_rows(logits: jax.Array, valid: jax.Array | None) -> jax.Array:
-    # Before anything else, so that NaN in padding reaches neither results nor gradients.
-    return logits if valid is None else jnp.where(valid[:, None], logits, jnp.float32(0))
 
 
 # --- statistics and losses
@@ -153,7 +144,7 @@ def router_stats(
 ) -> RouterStats:
     """Statistics of these tokens. logits [T, E]; ids [T, K] logical; valid bool [T]. Differentiable in the logits."""
     tokens, experts = logits.shape
-    logits = _mask_rows(logits.astype(jnp.float32), valid)
+    logits = mask_rows(logits.astype(jnp.float32), valid)
     if config.score == "sigmoid":
         scores = jax.nn.sigmoid(logits)
         probabilities = scores / (scores.sum(axis=-1, keepdims=True) + NORMALIZE_EPS)

@@ -25,10 +25,10 @@ RULES = {
 }
 
 
-def choose(logits, bias, rule):
+def choose(logits, bias, rule, valid=None):
     logits = jnp.asarray(logits, jnp.float32)
     assert mosaic_sm90.obstacle(*logits.shape, rule) is None
-    return mosaic_sm90.run_choose(rule, logits, None if bias is None else jnp.asarray(bias, jnp.float32))
+    return mosaic_sm90.run_choose(rule, logits, None if bias is None else jnp.asarray(bias, jnp.float32), valid)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -64,6 +64,17 @@ def test_a_token_with_nan_scores_has_nan_weights_and_no_other_does(rng):
     np.testing.assert_array_equal(np.isnan(weights).all(1), [False, True, False, True, False, False])
     np.testing.assert_array_equal(np.isnan(weights).any(1), np.isnan(weights).all(1))
     assert 9 not in ids[4]
+
+
+def test_invalid_tokens_go_nowhere_whatever_they_hold(rng):
+    experts, rule = RULES["softmax"]
+    logits = rng.normal(size=(9, experts)).astype(np.float32)
+    valid = np.arange(9) % 3 > 0
+    logits[0], logits[3] = np.nan, np.inf
+    ids, weights = map(np.asarray, choose(logits, None, rule, jnp.asarray(valid)))
+    all_ids, all_weights = map(np.asarray, choose(logits, None, rule))
+    np.testing.assert_array_equal(ids, np.where(valid[:, None], all_ids, -1))
+    np.testing.assert_array_equal(weights, np.where(valid[:, None], all_weights, 0))
 
 
 def test_exponentials_are_good_to_two_units_for_every_size_of_logit(rng):

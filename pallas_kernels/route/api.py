@@ -13,37 +13,53 @@ from .reference import Rule
 
 
 def choose_experts(
-    logits: jax.Array, bias: jax.Array | None, rule: Rule, *, implementation: str | None = None
+    logits: jax.Array,
+    bias: jax.Array | None,
+    rule: Rule,
+    *,
+    valid: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """K experts for each token: logits float32 [T, E] -> ids int32 [T, K], weights float32 [T, K].
 
     Ids come by falling selection score, ties to the lower id. A token with a NaN among its selection scores gets ids in
-    [0, E) and NaN weights. bias: float32 [E], added to the scores for the selection only.
+    [0, E) and NaN weights. bias: float32 [E], added to the scores for the selection only. valid: bool [T]; tokens where
+    it is False get ids -1 and weights 0, whatever their logits hold.
     implementation: "mosaic_sm90", "xla" or None for the best that can. Differentiable in the logits, by the weights.
     """
-    return _choose(rule, implementation, logits, bias)
+    return _choose(rule, implementation, logits, bias, valid)
+
+
+def _weigh(logits, bias, valid, ids, rule):
+    """Weights [T, K] of ids that may be -1."""
+    logits = reference.mask_rows(logits, valid)
+    weights = reference.weigh(logits, bias, jnp.maximum(ids, 0), rule)
+    return weights if valid is None else jnp.where(valid[:, None], weights, jnp.float32(0))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _choose(rule, implementation, logits, bias):
+def _choose(rule, implementation, logits, bias, valid):
     def plain(args):
-        ids = reference.select(*args, rule)
-        return ids, reference.weigh(*args, ids, rule)
+        logits, bias, valid = args
+        ids = reference.select(reference.mask_rows(logits, valid), bias, rule)
+        weights = _weigh(logits, bias, valid, ids, rule)
+        return ids if valid is None else jnp.where(valid[:, None], ids, -1), weights
 
     why = mosaic_sm90.obstacle(*logits.shape, rule) or environment_obstacle()
-    return pick("route", implementation, why, lambda a: mosaic_sm90.run_choose(rule, *a), plain, (logits, bias))
+    args = (logits, bias, valid)
+    return pick("route", implementation, why, lambda a: mosaic_sm90.run_choose(rule, *a), plain, args)
 
 
-def _forward(rule, implementation, logits, bias):
-    ids, weights = _choose(rule, implementation, logits, bias)
-    return (ids, weights), (logits, bias, ids)
+def _forward(rule, implementation, logits, bias, valid):
+    ids, weights = _choose(rule, implementation, logits, bias, valid)
+    return (ids, weights), (logits, bias, valid, ids)
 
 
 def _backward(rule, implementation, residuals, cotangents):
     del implementation
-    logits, bias, ids = residuals
-    _, pull = jax.vjp(lambda x: reference.weigh(x, bias, ids, rule), logits)
-    return *pull(cotangents[1]), None if bias is None else jnp.zeros_like(bias)
+    logits, bias, valid, ids = residuals
+    _, pull = jax.vjp(lambda x: _weigh(x, bias, valid, ids, rule), logits)
+    return *pull(cotangents[1]), None if bias is None else jnp.zeros_like(bias), None
 
 
 _choose.defvjp(_forward, _backward)

@@ -30,6 +30,7 @@ class Task:
     experts: int
     rule: Rule
     has_bias: bool
+    has_valid: bool
 
     @property
     def each(self) -> int:
@@ -167,16 +168,25 @@ def choose(o: Thread, t: Task, refs: dict[str, Pointer]):
     elif rule.normalize:
         weight = o.div(weight, _sum(o, weight) + o.F(NORMALIZE_EPS))
     weight = o.where(ill_formed, o.float(U(NAN)), weight * o.F(rule.scaling))
+    if t.has_valid:
+        valid = refs["valid"].at(token, 1).load(1, inside, bits=8)[0] > U(0)
+        weight, chosen = o.where(valid, weight, o.F(0.0)), o.where(valid, chosen, U(0xFFFFFFFF))
     refs["ids"].at(token, 4 * rule.top_k, lane * 4).store([chosen], inside & used)
     refs["weights"].at(token, 4 * rule.top_k, lane * 4).store([o.bits(weight)], inside & used)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def run_choose(rule: Rule, logits: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """logits float32 [T, E], bias float32 [E] or None -> ids int32 [T, K], weights float32 [T, K]."""
+def run_choose(
+    rule: Rule, logits: jax.Array, bias: jax.Array | None, valid: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """logits float32 [T, E], bias float32 [E], valid bool [T] -> ids int32 [T, K], weights float32 [T, K]."""
     tokens, experts = logits.shape
-    task = Task(tokens, experts, rule, bias is not None)
-    operands = {"logits": logits} if bias is None else {"logits": logits, "bias": bias}
+    task = Task(tokens, experts, rule, bias is not None, valid is not None)
+    operands = {"logits": logits}
+    if bias is not None:
+        operands["bias"] = bias
+    if valid is not None:
+        operands["valid"] = valid.astype(jnp.uint8)
     shape = (tokens, rule.top_k)
     outputs = {"ids": jax.ShapeDtypeStruct(shape, jnp.int32), "weights": jax.ShapeDtypeStruct(shape, jnp.float32)}
     blocks = -(-tokens // WARPS)

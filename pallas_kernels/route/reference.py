@@ -29,6 +29,11 @@ class Rule:
     group_score: Literal["top2sum", "max"] = "top2sum"
 
 
+def mask_rows(logits: jax.Array, valid: jax.Array | None) -> jax.Array:
+    """Zeros in the rows of invalid tokens: before anything else, so that NaN there reaches no result or gradient."""
+    return logits if valid is None else jnp.where(valid[:, None], logits, jnp.float32(0))
+
+
 def _scores(logits: jax.Array, rule: Rule) -> jax.Array:
     if rule.order == "topk_then_softmax":
         return logits
