@@ -1,11 +1,12 @@
 """`jmoe bench dispatch`: dispatch and combine over the links, every backend and wire format, with peers.
 
-T tokens on one rank, D hidden size, K experts per token, R ranks.
+T tokens on one rank, D hidden size, K experts per token, R ranks, S targets of a plan, N received rows.
 
 A dispatch is timed from bf16 rows to received rows (quantising and packing included), a combine from the experts' rows
 to the owner's sums; routing and plan are made before. Remote bytes are what has to cross the link in one direction: a
-row for each (token, other rank), the most that any rank sends. Logical bytes count the own rank too. A collective moves
-its padding as well, which is not counted in its favour. Each figure is the median of chains of calls inside one jit.
+row for each (token, other rank) or, in the batched form, for each (token, expert elsewhere), the most that any rank
+sends. Logical bytes count the own rank too. A collective moves its padding as well, which is not counted in its favour.
+Each figure is the median of chains of dependent calls inside one jit.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmoe import compat
-from jmoe.backends import combine, dispatch_payload, exchange_for, get_backend, start
+from jmoe.backends import Backend, Exchange, combine, dispatch_payload, exchange_for, get_backend, start
 from jmoe.backends.engine import remote_write_engine
-from jmoe.payload import row_layout, to_bytes
+from jmoe.backends.scales import pack_rows
+from jmoe.payload import RowLayout, row_layout, to_bytes, unpack_data
 
 from .common import LINK_GBPS, NoProgress, Progress, Record
 from .plot import lines
+from .timing import depend
 
 AXIS = "ep"
 DECODE_TOKENS = 256  # the batched form is for decoding
-TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768)
+TOKENS = (1, 16, 128, 512, 2048, 8192, 32768)
 WIRES = ("bfloat16", "mxfp8", "nvfp4_token", "fp8_128")
+COMBINE_WIRES = ("bfloat16", "mxfp8")
 SMOKE_BACKENDS = ("nvlink_one_sided", "low_latency")
 MEASURED = ("allgather_reducescatter", "nvlink_two_sided", "deepep_high_throughput", *SMOKE_BACKENDS)
 
@@ -57,222 +61,240 @@ class Timer:
     repeats: int = 5
 
 
-def _mapped(mesh, function):
-    """`function` of one rank's arrays, jitted over the mesh; outside, arrays have a leading axis of ranks."""
+class Bench:
+    """What all cases share: devices, sizes, and what was measured once for several of them."""
 
-    def local(*args):
-        return jax.tree.map(lambda v: v[None], function(*jax.tree.map(lambda v: v[0], args)))
+    def __init__(self, shape: Shape, timer: Timer, *, meaningful: bool):
+        devices = jax.devices()[:8]
+        self.mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
+        self.num_ranks = len(devices)
+        self.shape = dataclasses.replace(shape, experts=shape.experts // len(devices) * len(devices))
+        self.timer, self.meaningful = timer, meaningful
+        self.engine = remote_write_engine() if len(devices) > 1 else None
+        self._peers: dict[tuple[int, int], float] = {}
+        self._inputs: tuple[int, tuple[jax.Array, ...]] | None = None
 
-    return jax.jit(compat.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    def mapped(self, function, **jit):
+        """`function` of one rank's arrays, jitted over the mesh; outside, arrays have a leading axis of ranks."""
 
+        def local(*args):
+            return jax.tree.map(lambda v: v[None], function(*jax.tree.map(lambda v: v[0], args)))
 
-def _put(mesh, *arrays):
-    return [jax.device_put(a, NamedSharding(mesh, P(AXIS))) for a in arrays]
+        return jax.jit(compat.shard_map(local, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS)), **jit)
 
+    def inputs(self, tokens: int) -> tuple[jax.Array, ...]:
+        """ids int32 [R, T, K] of a uniform router, weights and bf16 rows."""
+        if self._inputs is None or self._inputs[0] != tokens:
+            shape = self.shape
 
-def _after(small: jax.Array, result: jax.Array) -> jax.Array:
-    """`small` (int32), which nobody can compute before `result`: adds a 0 that the compiler cannot know."""
-    first = lax.bitcast_convert_type(result.reshape(-1)[:1].astype(jnp.float32), jnp.int32)[0]
-    return small + (first == jnp.int32(0x7FC12345)).astype(jnp.int32)
+            def make(rank):
+                keys = jax.random.split(jax.random.fold_in(jax.random.key(tokens), rank[0]), 3)
+                _, ids = lax.top_k(jax.random.uniform(keys[0], (tokens, shape.experts)), shape.top_k)
+                weights = jax.random.uniform(keys[1], ids.shape)
+                return ids.astype(jnp.int32), weights, jax.random.normal(keys[2], (tokens, shape.hidden), jnp.bfloat16)
 
+            self._inputs = None  # frees the others first
+            self._inputs = (tokens, self.mapped(make)(self.put(np.arange(self.num_ranks, dtype=np.int32)[:, None])))
+        return self._inputs[1]
 
-def _seconds(mesh, step, arrays, small, timer: Timer) -> float:
-    """Median seconds of one `step(small, *arrays) -> array`, in chains of dependent calls on all ranks."""
+    def put(self, array: np.ndarray) -> jax.Array:
+        return jax.device_put(array, NamedSharding(self.mesh, P(AXIS)))
 
-    def chain(small, *arrays):
-        out = None
-        for _ in range(timer.calls):
-            out = step(small, *arrays)
-            small = _after(small, out)
-        assert out is not None  # at least one call
-        return out.reshape(-1)[:1], small
+    def seconds(self, step, first: jax.Array, *rest) -> float:
+        """Median seconds of one `step(first, *rest)`, each call of a chain waiting for the one before."""
 
-    return _time(_mapped(mesh, chain), (small, *arrays), timer)
+        def chain(first, *rest):
+            def one(_, first):
+                return depend(first, lax.optimization_barrier(step(first, *rest)))
 
+            return lax.fori_loop(0, self.timer.calls, one, first)
 
-def _time(run, arguments, timer: Timer) -> float:
-    jax.block_until_ready(run(*arguments))
-    seconds = []
-    for _ in range(timer.repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready([run(*arguments) for _ in range(timer.chains)])
-        seconds.append((time.perf_counter() - begin) / (timer.chains * timer.calls))
-    return statistics.median(seconds)
+        run = self.mapped(chain, donate_argnums=0)
+        first = run(jnp.copy(first), *rest)
+        taken = []
+        for _ in range(self.timer.repeats):
+            jax.block_until_ready(first)
+            begin = time.perf_counter()
+            for _ in range(self.timer.chains):
+                first = run(first, *rest)
+            jax.block_until_ready(first)
+            taken.append((time.perf_counter() - begin) / (self.timer.chains * self.timer.calls))
+        return statistics.median(taken)
 
-
-def _tokens(rng, shape: Shape, num_ranks: int, tokens: int):
-    """ids int32 [R, T, K] of a uniform router, weights and rows."""
-    ids = np.argsort(rng.random((num_ranks * tokens, shape.experts), np.float32), axis=-1)[:, : shape.top_k]
-    ids = ids.reshape(num_ranks, tokens, shape.top_k).astype(np.int32)
-    weights = rng.random(ids.shape, np.float32)
-    return ids, weights
-
-
-def _rows_sent(ids, num_local: int, num_ranks: int, batched: bool) -> tuple[int, int]:
-    """(remote, logical) rows of the rank that sends most."""
-    owner = ids // num_local  # [R, T, K]
-    if batched:
-        sent = np.stack([(owner == r).sum(axis=(1, 2)) for r in range(num_ranks)], axis=1)
-    else:
-        sent = np.stack([(owner == r).any(axis=2).sum(axis=1) for r in range(num_ranks)], axis=1)
-    logical = sent.sum(axis=1)
-    return int((logical - np.diag(sent)).max()), int(logical.max())
-
-
-def _wrong_bytes(mesh, backend, kernel, portable, layout, arrays) -> float:
-    """Share of received bytes in which the exchange differs from the portable collective of the same backend."""
-
-    def differing(ids, weights, x):
-        plan = backend.plan(ids, kernel)
-        send = functools.partial(dispatch_payload, x, ids, weights, plan, backend=backend, layout=layout)
-        got, want = send(exchange=kernel), send(exchange=portable)
-        valid = jnp.any(want.ids >= 0, axis=1)
-        wrong = 4 * (jnp.sum(got.ids != want.ids) + jnp.sum(got.weights != want.weights))
-        for a, b in zip(jax.tree.leaves(got.x), jax.tree.leaves(want.x), strict=True):
-            a, b = (to_bytes(v.reshape(v.shape[0], -1)) for v in (a, b))
-            wrong += jnp.sum((a != b) & valid[:, None])
-        return wrong, jnp.sum(valid) * layout.row_bytes
-
-    wrong, total = (float(np.asarray(v, np.float64).sum()) for v in _mapped(mesh, differing)(*arrays))
-    return wrong / total if total else 0.0
+    def peer(self, row_bytes: int, tokens: int) -> float:
+        """Seconds of NCCL's dense exchange of the same rows: T rows of `row_bytes` to every rank."""
+        if (row_bytes, tokens) not in self._peers:
+            exchange = functools.partial(lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0, tiled=True)
+            rows = np.random.default_rng(0).integers(0, 256, (1, 1, row_bytes), np.uint8)
+            many = self.mapped(lambda v: jnp.tile(v, (self.num_ranks * tokens, 1)))
+            rows = many(self.put(np.repeat(rows, self.num_ranks, 0)))
+            self._peers[row_bytes, tokens] = self.seconds(exchange, rows)
+        return self._peers[row_bytes, tokens]
 
 
-def _combine_error(mesh, backend, exchange, layout, arrays) -> float:
-    """Relative error of dispatch and combine around experts that return their input."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One backend, wire format and number of tokens, on one machine."""
 
-    def compare(ids, weights, x):
-        plan = backend.plan(ids, exchange)
-        shared = dict(backend=backend, exchange=exchange)
-        got = dispatch_payload(x, ids, weights, plan, layout=layout, **shared)
-        assert isinstance(got.x, jax.Array)  # a float wire
-        out = combine(got.x, weights, plan, recv_ids=got.ids, out_dtype=jnp.float32, **shared)
-        if backend.form == "batched":
-            times = jnp.sum(jnp.where(plan.target >= 0, weights, 0), axis=1, keepdims=True)
-        else:
-            times = jnp.sum(plan.member, axis=1, keepdims=True).astype(jnp.float32)
-        want = x.astype(jnp.float32) * times
-        return jnp.sum((out - want) ** 2), jnp.sum(want**2)
+    bench: Bench
+    backend: Backend
+    wire: str
+    tokens: int
 
-    error, norm = (float(np.asarray(v, np.float64).sum()) for v in _mapped(mesh, compare)(*arrays))
-    return float(np.sqrt(error / norm)) if norm else 0.0
+    @property
+    def layout(self) -> RowLayout:
+        return row_layout(self.bench.shape.hidden, self.wire, self.bench.shape.top_k)
 
+    def exchange(self, *, kernel: bool) -> Exchange:
+        """By the backend's kernel where it has one that runs here, or by the portable collectives."""
+        shape, num_ranks = self.bench.shape, self.bench.num_ranks
+        return exchange_for(
+            self.backend,
+            tokens=self.tokens,
+            num_ranks=num_ranks,
+            num_local=shape.experts // num_ranks,
+            top_k=shape.top_k,
+            axis_name=AXIS,
+            engine=self.bench.engine if kernel and self.backend.kernel_slot else None,
+        )
 
-def _all_to_all_seconds(mesh, row_bytes: int, tokens: int, timer: Timer) -> float:
-    """NCCL's dense exchange of the same rows: T rows of `row_bytes` to every rank."""
-    num_ranks = mesh.devices.size
-    rows = np.random.default_rng(0).integers(0, 256, (num_ranks, num_ranks * tokens, row_bytes), np.uint8)
+    def measure(self) -> list[Record]:
+        bench, exchange = self.bench, self.exchange(kernel=True)
+        ids, weights, x = bench.inputs(self.tokens)
+        plan = bench.mapped(lambda ids: self.backend.plan(ids, exchange))(ids)
 
-    def chain(rows):
-        for _ in range(timer.calls):
-            rows = lax.all_to_all(rows, AXIS, 0, 0, tiled=True)
-        return rows[:1, :1]
+        def dispatch(x, ids, weights, plan):
+            flight = start(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+            return flight.rows if flight.data is None else (flight.rows, flight.data)
 
-    return _time(_mapped(mesh, chain), _put(mesh, rows), timer)
+        counts = np.asarray(plan.counts).reshape(bench.num_ranks, bench.num_ranks, -1).sum(-1)  # [source, target]
+        seconds = bench.seconds(dispatch, x, ids, weights, plan)
+        wrong, row = self.wrong_bytes(exchange), self.layout.row_bytes
+        records = [self.record("dispatch", self.wire, seconds, row, counts, exchange, wrong, "wrong bytes")]
+        if self.layout.format is not None:
+            return records
+        return records + [self.combine(wire, plan, counts, exchange) for wire in COMBINE_WIRES]
+
+    def combine(self, wire: str, plan, counts, exchange: Exchange) -> Record:
+        """The way back in bf16 or in a quantised format."""
+        bench, as_wire = self.bench, None if wire == "bfloat16" else wire
+        ids, weights, x = bench.inputs(self.tokens)
+        portable = self.exchange(kernel=False)
+
+        def receive(x, ids, weights, plan):
+            got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=portable, layout=self.layout)
+            assert isinstance(got.x, jax.Array)  # a float wire
+            return jnp.where(jnp.any(got.ids >= 0, axis=1, keepdims=True), got.x, 0), got.ids
+
+        y, recv_ids = bench.mapped(receive)(x, ids, weights, plan)
+        send_back = functools.partial(combine, backend=self.backend, wire=as_wire)
+
+        def step(y, weights, plan, recv_ids, x):
+            del x
+            return send_back(y, weights, plan, exchange=exchange, recv_ids=recv_ids)
+
+        def compare(y, weights, plan, recv_ids, x):
+            out = send_back(y, weights, plan, exchange=exchange, recv_ids=recv_ids, out_dtype=jnp.float32)
+            if self.backend.form == "batched":
+                times = jnp.sum(jnp.where(plan.target >= 0, weights, 0), axis=1, keepdims=True)
+            else:
+                times = jnp.sum(plan.member, axis=1, keepdims=True).astype(jnp.float32)
+            want = x.astype(jnp.float32) * times
+            return jnp.sum((out - want) ** 2), jnp.sum(want**2)
+
+        rest = (weights, plan, recv_ids, x)
+        error, norm = (float(np.asarray(v, np.float64).sum()) for v in bench.mapped(compare)(y, *rest))
+        seconds = bench.seconds(step, y, *rest)
+        row = 2 * bench.shape.hidden if as_wire is None else row_layout(bench.shape.hidden, wire, 0).row_bytes
+        error = float(np.sqrt(error / norm)) if norm else 0.0
+        return self.record("combine", wire, seconds, row, counts, exchange, error, "relative error")
+
+    def wrong_bytes(self, exchange: Exchange) -> float:
+        """Share of the received data's bytes that are not those which their senders packed."""
+        me, num_local, batched = exchange.rank, exchange.num_local, self.backend.form == "batched"
+
+        def differing(ids, weights, x):
+            plan = self.backend.plan(ids, exchange)
+            got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+            rows, _ = pack_rows(x, ids, weights, self.layout, axis_name=AXIS)
+            rows, token = lax.all_gather(rows, AXIS), lax.all_gather(plan.src_token, AXIS)  # [R, T, row], [R, S, C]
+            if batched:
+                token = lax.dynamic_slice_in_dim(token, me() * num_local, num_local, axis=1).swapaxes(0, 1)
+            else:
+                token = lax.dynamic_index_in_dim(token, me(), axis=1, keepdims=False)
+            source = jnp.arange(self.bench.num_ranks, dtype=jnp.int32)[:, None]
+            valid = (token >= 0).reshape(-1)
+            sent = rows[source, jnp.maximum(token, 0)].reshape(-1, self.layout.row_bytes)
+            want = jax.tree.leaves(unpack_data(sent, self.layout))
+            wrong = jnp.int32(0)
+            for a, b in zip(jax.tree.leaves(got.x), want, strict=True):
+                a, b = (to_bytes(v.reshape(v.shape[0], -1)) for v in (a, b))
+                wrong += jnp.sum((a != b) & valid[:, None], dtype=jnp.int32)
+            return wrong, jnp.sum(valid, dtype=jnp.int32)
+
+        inputs = self.bench.inputs(self.tokens)
+        wrong, rows = (float(np.asarray(v, np.float64).sum()) for v in self.bench.mapped(differing)(*inputs))
+        return wrong / (rows * self.layout.payload_bytes) if rows else 0.0
+
+    def record(self, what, wire, seconds, row_bytes, counts, exchange, error, error_name) -> Record:
+        bench, tokens = self.bench, self.tokens
+        logical = counts.sum(axis=1)
+        remote = int((logical - np.diag(counts)).max())
+        logical = int(logical.max())
+        several = bench.num_ranks > 1
+        rate = lambda rows, s: rows * row_bytes / s / 1e9  # noqa: E731
+        peer = rate(tokens * (bench.num_ranks - 1), bench.peer(row_bytes, tokens)) if several else None
+        facts = dict(T=tokens, D=bench.shape.hidden, K=bench.shape.top_k, R=bench.num_ranks)
+        return Record(
+            name=f"{what} {self.backend.name} {wire}" + (" (kernel)" if exchange.engine is not None else ""),
+            case=" ".join(f"{k}={v}" for k, v in facts.items()),
+            value=rate(remote if several else logical, seconds),
+            unit="GB/s of remote bytes" if several else "GB/s of local bytes",
+            seconds=seconds,
+            ceiling=LINK_GBPS if several else None,
+            ceiling_name="NVLink 4, one direction" if several else "",
+            peer=peer,
+            peer_name="lax.all_to_all (dense, the same rows)" if several else "",
+            error=error,
+            error_name=error_name,
+            meaningful=bench.meaningful,
+            parameters=facts
+            | dict(
+                wire=wire,
+                backend=self.backend.name,
+                what=what,
+                logical_gbps=rate(logical, seconds),
+                remote_rows=remote,
+                row_bytes=row_bytes,
+                peer_seconds=bench.peer(row_bytes, tokens) if several else None,
+            ),
+        )
 
 
 def cases(tokens, wires, backends):
-    """(backend name, wire, tokens) of all figures; only backends with a kernel take every wire format."""
+    """(backend name, wire, tokens) of all figures."""
     for t in tokens:
         for name in backends:
-            if get_backend(name).form == "batched" and t > DECODE_TOKENS:
-                continue
-            for wire in wires if get_backend(name).kernel_slot else wires[:1]:
-                yield name, wire, t
+            if get_backend(name).form == "standard" or t <= DECODE_TOKENS:
+                yield from ((name, wire, t) for wire in wires)
 
 
-def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
+def run(smoke: bool, progress: Progress | None = None, tokens: tuple[int, ...] = TOKENS) -> list[Record]:
     """All figures on all devices of this process (at most 8). smoke: tiny shapes, correctness only."""
     progress = progress or NoProgress()
-    devices = jax.devices()[:8]
-    num_ranks = len(devices)
-    mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
-    shape = Shape(256, 4 * num_ranks, 2) if smoke else Shape(experts=256 // num_ranks * num_ranks)
-    wires = ("bfloat16", "mxfp8") if smoke else WIRES
-    timer = Timer(1, 1, 1) if smoke else Timer()
-    engine = remote_write_engine() if num_ranks > 1 else None
-    todo = list(cases((8,) if smoke else TOKENS, wires, SMOKE_BACKENDS if smoke else MEASURED))
+    if smoke:
+        ranks = min(8, len(jax.devices()))
+        bench = Bench(Shape(256, 4 * ranks, 2), Timer(1, 1, 1), meaningful=False)
+        todo = list(cases((8,), ("bfloat16", "mxfp8"), SMOKE_BACKENDS))
+    else:
+        bench = Bench(Shape(), Timer(), meaningful=True)
+        todo = list(cases(tokens, WIRES, MEASURED))
     progress.start(len(todo))
-    peers: dict[tuple[int, int], float] = {}
     records = []
-    for name, wire, tokens in todo:
-        progress.step(f"{name} {wire} T={tokens}")
-        records += _measure(mesh, shape, name, wire, tokens, engine, timer, peers, smoke)
+    for name, wire, count in todo:
+        progress.step(f"{name} {wire} T={count}")
+        records += Case(bench, get_backend(name), wire, count).measure()
     return records
-
-
-def _measure(mesh, shape, name, wire, tokens, engine, timer, peers, smoke) -> list[Record]:
-    backend = get_backend(name)
-    num_ranks = mesh.devices.size
-    num_local = shape.experts // num_ranks
-    make = functools.partial(
-        exchange_for,
-        backend,
-        tokens=tokens,
-        num_ranks=num_ranks,
-        num_local=num_local,
-        top_k=shape.top_k,
-        axis_name=AXIS,
-    )
-    exchange, portable = make(engine=engine if backend.kernel_slot else None), make()
-    layout = row_layout(shape.hidden, wire, shape.top_k)
-    rng = np.random.default_rng(tokens)
-    ids, weights = _tokens(rng, shape, num_ranks, tokens)
-    remote, logical = _rows_sent(ids, num_local, num_ranks, backend.form == "batched")
-    x = rng.standard_normal((num_ranks, tokens, shape.hidden), np.float32).astype(jnp.bfloat16)
-    arrays = _put(mesh, ids, weights, x)
-    plan = _mapped(mesh, lambda ids: backend.plan(ids, exchange))(arrays[0])
-
-    def dispatch(small, ids, weights, x, plan):
-        plan = dataclasses.replace(plan, counts=plan.counts + small[0], slot=plan.slot + small[0])
-        flight = start(x, ids, weights, plan, backend=backend, exchange=exchange, layout=layout)
-        return flight.rows if flight.data is None else flight.data
-
-    small = _put(mesh, np.zeros((num_ranks, 1), np.int32))[0]
-    key = (layout.row_bytes, tokens)
-    if key not in peers:
-        peers[key] = _all_to_all_seconds(mesh, layout.row_bytes, tokens, timer)
-    case = f"T={tokens} D={shape.hidden} K={shape.top_k} R={num_ranks}"
-    common = dict(T=tokens, D=shape.hidden, K=shape.top_k, R=num_ranks, wire=wire, backend=name)
-
-    def record(what, seconds, row_bytes, peer_seconds, error, error_name):
-        rate = lambda rows, s: rows * row_bytes / s / 1e9  # noqa: E731
-        rows = remote if num_ranks > 1 else logical
-        return Record(
-            name=f"{what} {name} {wire}" + (" (kernel)" if exchange.engine is not None else ""),
-            case=case,
-            value=rate(rows, seconds),
-            unit="GB/s of remote bytes" if num_ranks > 1 else "GB/s of local bytes",
-            seconds=seconds,
-            ceiling=LINK_GBPS if num_ranks > 1 else None,
-            ceiling_name="NVLink 4, one direction" if num_ranks > 1 else "",
-            peer=rate(tokens * (num_ranks - 1), peer_seconds) if num_ranks > 1 else None,
-            peer_name="lax.all_to_all (dense, the same rows)" if num_ranks > 1 else "",
-            error=error,
-            error_name=error_name,
-            meaningful=not smoke,
-            parameters=dict(common, what=what, logical_gbps=rate(logical, seconds), remote_rows=remote),
-        )
-
-    seconds = _seconds(mesh, dispatch, (*arrays, plan), small, timer)
-    wrong = _wrong_bytes(mesh, backend, exchange, portable, layout, arrays)
-    records = [record("dispatch", seconds, layout.row_bytes, peers[key], wrong, "wrong bytes")]
-    if wire != "bfloat16":
-        return records
-
-    y = _mapped(mesh, lambda x, plan: backend.send(x, plan, portable).reshape(-1, shape.hidden))(arrays[2], plan)
-
-    def give_back(small, y, weights, plan):
-        plan = dataclasses.replace(plan, slot=plan.slot + small[0])
-        recv_ids = jnp.zeros((y.shape[0], 1), jnp.int32)
-        return combine(y, weights, plan, backend=backend, exchange=exchange, recv_ids=recv_ids)
-
-    seconds = _seconds(mesh, give_back, (y, arrays[1], plan), small, timer)
-    error = _combine_error(mesh, backend, exchange, layout, arrays)
-    row_bytes = 2 * shape.hidden
-    key = (row_bytes, tokens)
-    if key not in peers:
-        peers[key] = _all_to_all_seconds(mesh, row_bytes, tokens, timer)
-    return [*records, record("combine", seconds, row_bytes, peers[key], error, "relative error")]
 
 
 def plot(records: list[Record], path: str | Path) -> None:
