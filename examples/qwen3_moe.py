@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import operator
 import pathlib
 from collections.abc import Callable
@@ -25,7 +26,10 @@ from flax import nnx
 
 from jmoe.checkpoint import Checkpoint, load_moe_layer, read_rest, write_safetensors
 from jmoe.config import MoEConfig, QuantConfig
+from jmoe.experts import ExpertWeights
+from jmoe.layer import quantize_params
 from jmoe.nn import MoE
+from jmoe.params import MoEParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +87,26 @@ class Config:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of what was read so far. k, v [layers, B, N, G, h]; valid bool [B, N]; used: slots filled, int32
-    [].
+    """Keys and values of what was read so far. valid bool [B, N]; used: slots filled, int32 [].
+
+    k, v: for each layer [B, G, N, h], which a decode loop updates in place; of a stacked model one array [layers, ...].
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: tuple[jax.Array, ...] | jax.Array
+    v: tuple[jax.Array, ...] | jax.Array
     valid: jax.Array
     used: jax.Array
 
     @classmethod
-    def empty(cls, config: Config, batch: int, size: int) -> Cache:
-        shape = (config.num_layers, batch, size, config.num_kv_heads, config.head_dim)
-        zeros = jnp.zeros(shape, config.dtype)
-        return cls(zeros, zeros, jnp.zeros((batch, size), bool), jnp.zeros((), jnp.int32))
+    def empty(cls, config: Config, batch: int, size: int, *, stacked: bool = False) -> Cache:
+        shape = (batch, config.num_kv_heads, size, config.head_dim)
+        k, v = (
+            jnp.zeros((config.num_layers, *shape), config.dtype)
+            if stacked
+            else tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
+            for _ in "kv"
+        )
+        return cls(k, v, jnp.zeros((batch, size), bool), jnp.zeros((), jnp.int32))
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
@@ -107,6 +117,20 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Linear(nnx.Linear):
+    """A linear map that also serves a single row well.
+
+    XLA turns the product of one row and a matrix into products with every weight, which it may write out, and a sum of
+    those. Beside rows of zeros it stays a matmul, which reads the weights once.
+    """
+
+    def __call__(self, x):
+        if math.prod(x.shape[:-1]) > 1:
+            return super().__call__(x)
+        rows = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
+        return super().__call__(rows)[:1].reshape(*x.shape[:-1], -1)
 
 
 class Attention(nnx.Module):
@@ -122,22 +146,44 @@ class Attention(nnx.Module):
         self.config = c
 
     def __call__(self, x, positions, mask, cached=None, used=None):
-        """x [B, S, D], mask bool [B, S, N]; cached: (k, v) [B, N, G, h] to write to at slot `used` -> y, (k, v)."""
+        """x [B, S, D] -> y, (k, v); cached: (k, v) [B, G, N, h] to write to at slot `used`.
+
+        mask: bool [B, S, N or S], what each token sees of the cache (or, without one, of this call); None: of this call
+        what comes before it.
+        """
         c, (batch, length, _) = self.config, x.shape
         q = self.q_norm(self.q_proj(x).reshape(batch, length, c.num_heads, c.head_dim))
         k = self.k_norm(self.k_proj(x).reshape(batch, length, c.num_kv_heads, c.head_dim))
         v = self.v_proj(x).reshape(batch, length, c.num_kv_heads, c.head_dim)
         q, k = rotary(q, positions, c.rope_theta), rotary(k, positions, c.rope_theta)
+        kv = (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))  # [B, G, S, h]
         if cached is not None:
-            k = jax.lax.dynamic_update_slice_in_dim(cached[0], k, used, axis=1)
-            v = jax.lax.dynamic_update_slice_in_dim(cached[1], v, used, axis=1)
-        q = q.reshape(batch, length, c.num_kv_heads, -1, c.head_dim)  # queries by the key head that they read
-        # Scores stay in the order that a batched matmul gives them: putting q before s would copy the largest array.
-        scores = jnp.einsum("bsgqh,bngh->bgsqn", q, k, preferred_element_type=jnp.float32) * c.head_dim**-0.5
-        scores = jnp.where(mask[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        out = jnp.einsum("bgsqn,bngh->bsgqh", weights, v)
-        return self.o_proj(out.reshape(batch, length, -1)), (k, v)
+            kv = tuple(
+                jax.lax.dynamic_update_slice_in_dim(old, new, used, axis=2) for old, new in zip(cached, kv, strict=True)
+            )
+        if mask is None:
+            flash = jax.default_backend() == "gpu" and q.dtype != jnp.float32
+            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if flash else "xla")
+        else:
+            out = _attend(q, *kv, mask)
+        return self.o_proj(out.reshape(batch, length, -1)), kv
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """q [B, S, H, h], k and v [B, G, N, h], mask bool [B, S, N] -> [B, S, H, h].
+
+    The query heads that share a key head are rows of one matmul, in which the cache is read as it lies.
+    """
+    batch, length, heads, size = q.shape
+    groups = k.shape[1]
+    q = jnp.swapaxes(q.reshape(batch, length, groups, -1, size), 1, 2)  # [B, G, S, H/G, h]
+    rows = q.reshape(batch, groups, -1, size)
+    scores = jnp.einsum("bgqh,bgnh->bgqn", rows, k, preferred_element_type=jnp.float32) * size**-0.5
+    scores = scores.reshape(*q.shape[:4], -1)  # [B, G, S, H/G, N]
+    scores = jnp.where(mask[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(batch, groups, -1, k.shape[2])
+    out = jnp.einsum("bgqn,bgnh->bgqh", weights, v).reshape(q.shape)
+    return jnp.swapaxes(out, 1, 2).reshape(batch, length, heads, size)
 
 
 class DenseMLP(nnx.Module):
@@ -167,12 +213,18 @@ class Block(nnx.Module):
         return x + y, kv, stats
 
 
+@jax.jit
+def run_block(layer: Block, x, positions, mask, valid, cached, used):
+    """One layer. A jitted function of its own, so that equal layers are traced once."""
+    return layer(x, positions, mask, valid, cached, used)
+
+
 class Qwen3Moe(nnx.Module):
     """The decoder. `moe`: what makes a layer's MoE module from (MoEConfig, rngs=...), `jmoe.nn.MoE` unless told."""
 
     def __init__(self, config: Config, *, moe: Callable = MoE, param_dtype=jnp.float32, rngs: nnx.Rngs):
         options = dict(dtype=config.dtype, param_dtype=param_dtype, rngs=rngs)
-        linear = functools.partial(nnx.Linear, use_bias=False, kernel_init=nnx.initializers.normal(0.02), **options)
+        linear = functools.partial(Linear, use_bias=False, kernel_init=nnx.initializers.normal(0.02), **options)
         norm = functools.partial(nnx.RMSNorm, epsilon=config.norm_eps, **options)
         d = config.moe.hidden_size
         self.config = config
@@ -195,24 +247,35 @@ class Qwen3Moe(nnx.Module):
         table = self.embed_tokens.embedding[...].astype(self.config.dtype)
         return jax.nn.one_hot(ids, self.config.vocab_size, dtype=table.dtype) @ table
 
-    def hidden(self, ids: jax.Array, *, valid: jax.Array | None = None, cache: Cache | None = None):
+    def hidden(
+        self,
+        ids: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        cache: Cache | None = None,
+        causal: bool = False,
+    ):
         """Reads ids [B, S] after what `cache` holds -> (normed hidden states [B, S, D], cache, MoEStats of the MoE
         layers).
 
         valid: bool [B, S], False for padding on either side. Without a cache the S tokens attend to each other only.
+        causal: the cache is empty and padding, if any, comes last; then nothing has to be masked, and attention is a
+        plain causal one (cuDNN's on GPUs).
         """
         real = jnp.ones(ids.shape, bool) if valid is None else valid
         before = jnp.zeros(ids.shape[:1], jnp.int32) if cache is None else cache.valid.sum(1, dtype=jnp.int32)
         positions = before[:, None] + jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1  # of real tokens; padding has none
         used = None if cache is None else cache.used
         slots = real if cache is None else jax.lax.dynamic_update_slice_in_dim(cache.valid, real, used, axis=1)
-        own = jnp.arange(ids.shape[1]) + (0 if used is None else used)  # the slot of each token of this call
-        mask = slots[:, None, :] & (jnp.arange(slots.shape[1])[None, :] <= own[:, None])[None]  # [B, S, N]
+        mask = None
+        if not causal and (cache is not None or valid is not None):
+            own = jnp.arange(ids.shape[1]) + (0 if used is None else used)  # the slot of each token of this call
+            mask = slots[:, None, :] & (jnp.arange(slots.shape[1])[None, :] <= own[:, None])[None]  # [B, S, N]
         x = self.embed(ids)
 
         def run(x, layer_and_cached):
             layer, cached = layer_and_cached
-            x, kv, stats = layer(x, positions, mask, valid, cached, used)
+            x, kv, stats = run_block(layer, x, positions, mask, valid, cached, used)
             return x, (kv if cache is not None else None, stats)
 
         cached = None if cache is None else (cache.k, cache.v)
@@ -221,13 +284,12 @@ class Qwen3Moe(nnx.Module):
         else:
             outputs = []
             for i, layer in enumerate(self.layers):
-                x, output = run(x, (layer, jax.tree.map(operator.itemgetter(i), cached)))
+                x, output = run(x, (layer, None if cached is None else (cached[0][i], cached[1][i])))
                 outputs.append(output)
             kvs, stats = zip(*outputs, strict=True)
-            kv, stats = (
-                jax.tree.map(lambda *a: jnp.stack(a), *part) if part else None
-                for part in (kvs, [s for s in stats if s is not None])
-            )
+            kv = None if cache is None else tuple(zip(*kvs, strict=True))
+            found = [s for s in stats if s is not None]
+            stats = jax.tree.map(lambda *a: jnp.stack(a), *found) if found else None
         return self.norm(x), None if cache is None else Cache(*kv, slots, used + ids.shape[1]), stats
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -270,21 +332,28 @@ def unstack_layers(model: Qwen3Moe) -> Qwen3Moe:
     return plain
 
 
-@functools.partial(jax.jit, static_argnames=("size",))
-def prefill(model: Qwen3Moe, ids: jax.Array, valid: jax.Array, *, size: int) -> tuple[jax.Array, Cache]:
-    """Reads padded prompts [B, S] -> logits [B, V] after each one's last real token, and a cache of `size` slots."""
-    hidden, cache, _ = model.hidden(ids, valid=valid, cache=Cache.empty(model.config, ids.shape[0], size))
+@functools.partial(jax.jit, static_argnames=("size", "side"))
+def prefill(
+    model: Qwen3Moe, ids: jax.Array, valid: jax.Array, *, size: int, side: str = "left"
+) -> tuple[jax.Array, Cache]:
+    """Reads padded prompts [B, S] -> logits [B, V] after each one's last real token, and a cache of `size` slots.
+
+    side: where the prompts are padded; on the right is faster, because nothing has to be masked.
+    """
+    cache = Cache.empty(model.config, ids.shape[0], size, stacked=isinstance(model.layers, Block))
+    hidden, cache, _ = model.hidden(ids, valid=valid, cache=cache, causal=side == "right")
     last = jnp.max(jnp.where(valid, jnp.arange(ids.shape[1])[None, :], 0), axis=1)
     return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]), cache
 
 
 @functools.partial(jax.jit, static_argnames=("steps",))
 def decode(
-    model: Qwen3Moe, logits, cache: Cache, key, temperature=0.0, end=-1, *, steps: int
+    model: Qwen3Moe, logits, cache: Cache, key=None, temperature=0.0, end=-1, *, steps: int
 ) -> tuple[jax.Array, jax.Array]:
     """Writes up to `steps` tokens [B, steps] in one compiled loop, which stops early once every sequence wrote `end`.
 
-    temperature 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature) with `key`.
+    key: None takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature) with it (the
+    likeliest where temperature is 0).
     end: a token's id, -1 for none; places after a sequence's `end` hold it too. Also returns how many steps ran, int32
     [].
     """
@@ -292,8 +361,10 @@ def decode(
 
     def body(carry):
         step, logits, cache, done, out = carry
-        drawn = jax.random.categorical(jax.random.fold_in(key, step), logits / jnp.maximum(temperature, 1e-6))
-        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        if key is not None:
+            drawn = jax.random.categorical(jax.random.fold_in(key, step), logits / jnp.maximum(temperature, 1e-6))
+            token = jnp.where(temperature > 0, drawn.astype(jnp.int32), token)
         token = jnp.where(done, end, token)
         out = jax.lax.dynamic_update_slice_in_dim(out, token[:, None], step, axis=1)
         done = done | (token == end)
@@ -359,6 +430,49 @@ def load(
             if i not in config.dense_layers:
                 params = load_moe_layer(checkpoint, i, sharding=sharding, dtype=dtype)
                 layer.mlp = MoE.from_params(config.moe, params, mesh=mesh, backend=backend)
+    return model
+
+
+def random_model(config: Config, *, key: jax.Array, mesh=None, backend: str = "auto") -> Qwen3Moe:
+    """A model of random weights with an initialised model's variance, for measuring: made where they will be used.
+
+    The experts are kept in `config.moe.quant.weights`, and spread over the axis "ep" of `mesh`.
+    """
+    moe, dtype = config.moe, config.dtype
+    everywhere = None if mesh is None else jax.NamedSharding(mesh, jax.P())
+
+    @functools.partial(jax.jit, static_argnames=("shape",), out_shardings=everywhere)
+    def normal(key, shape):
+        return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
+
+    def layer(key):
+        keys = jax.random.split(key, 3)
+        e, f, d = moe.num_experts, moe.intermediate_size, moe.hidden_size
+        scaled = lambda key, *shape: jax.random.normal(key, shape, dtype) * jnp.asarray(shape[-1] ** -0.5, dtype)  # noqa: E731
+        experts = ExpertWeights(gate_up=scaled(keys[0], e, 2, f, d), down=scaled(keys[1], e, d, f))
+        params = MoEParams(router=scaled(keys[2], e, d), experts=experts)
+        return params if moe.quant.weights is None else quantize_params(params, moe.quant.weights)
+
+    key, experts_key = jax.random.split(key)
+    shapes = jax.eval_shape(layer, key)
+    split = lambda leaf: jax.NamedSharding(mesh, jax.P("ep") if leaf.ndim else jax.P())  # noqa: E731
+    placed = None
+    if mesh is not None:
+        placed = dataclasses.replace(
+            jax.tree.map(lambda _: everywhere, shapes), experts=jax.tree.map(split, shapes.experts)
+        )
+    make_layer = jax.jit(layer, out_shardings=placed)
+    model = nnx.eval_shape(lambda: Qwen3Moe(config, moe=lambda *_, **__: nnx.data(None), rngs=nnx.Rngs(0)))
+    for i, (name, param, _) in enumerate(_names(model)):
+        shape = param.get_value().shape
+        scale = name.endswith("norm.weight")
+        param.set_value(
+            jnp.ones(shape, dtype, device=everywhere) if scale else normal(jax.random.fold_in(key, i), shape)
+        )
+    for i, block in enumerate(model.layers):
+        if i not in config.dense_layers:
+            params = make_layer(jax.random.fold_in(experts_key, i))
+            block.mlp = MoE.from_params(moe, params, mesh=mesh, backend=backend)
     return model
 
 

@@ -62,7 +62,7 @@ PROMPTS = [list(range(5, 17)), [40, 41, 42], [9] * 7]
 
 def write(model, *, side="left", key=0, **options):
     ids, valid = qwen3_moe.pad_prompts(PROMPTS, side=side)
-    logits, cache = qwen3_moe.prefill(model, ids, valid, size=24)
+    logits, cache = qwen3_moe.prefill(model, ids, valid, size=24, side=side)
     out, steps = qwen3_moe.decode(model, logits, cache, jax.random.key(key), steps=12, **options)
     return np.asarray(out), int(steps)
 
