@@ -40,6 +40,9 @@ class Threads(Machine):
     def shuffle_up(self, a, distance):
         return warps(self.all(a), lambda w: np.concatenate([w[:, :distance], w[:, :-distance]], axis=1))
 
+    def warp_barrier(self):
+        pass
+
     def popcount(self, a):
         return U(np.bitwise_count(np.asarray(self.all(a), np.uint32)))
 

@@ -5,8 +5,8 @@ so that a kernel can use copies of a fixed size whatever the group sizes are: th
 over the group's end but is moved up until it ends there, and computes some rows twice (with the same operations in
 the same order, so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
 
-Everything is written as sums over masks, not as prefix sums and gathers, because XLA turns that into two small
-kernels instead of five; two matmuls over the same rows share them.
+On NVIDIA GPUs `mosaic_schedule` makes it. In XLA everything is written as sums over masks, not as prefix sums and
+gathers, which gives three small kernels instead of five. Two matmuls over the same rows share them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from ..permute.thread import environment_obstacle, pick
+from . import mosaic_schedule
 
 
 class Schedule(NamedTuple):
@@ -38,7 +41,7 @@ def max_tiles(num_rows: int, num_groups: int, block: int) -> int:
     return num_rows // block + num_groups + 1
 
 
-def _before(values: jax.Array) -> jax.Array:
+def sums_before(values: jax.Array) -> jax.Array:
     """Sums of the entries before each of [G + 1] places. [G] -> [G + 1]."""
     size = values.shape[0]
     mask = jnp.arange(size)[None, :] < jnp.arange(size + 1)[:, None]
@@ -48,7 +51,7 @@ def _before(values: jax.Array) -> jax.Array:
 def group_bounds(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """First row and one past the last row of each group, cut at M. Two int32 [G]; negative sizes count as zero."""
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
-    starts = jnp.minimum(_before(sizes)[:-1], num_rows)
+    starts = jnp.minimum(sums_before(sizes)[:-1], num_rows)
     return starts, jnp.minimum(starts + sizes, num_rows)
 
 
@@ -59,21 +62,39 @@ def tile_schedule(
     block: int,
     group_offset: jax.Array | int | None = None,
     num_weights: int | None = None,
+    implementation: str | None = None,
 ) -> Schedule:
     """The tiles of `block` rows for groups of these sizes (negative sizes count as zero; the sum is cut at M).
 
     group_offset, num_weights: the weight of group g is g - group_offset; groups without a weight in [0, num_weights)
-        give tiles of zeros. Defaults: 0 and G.
+        give tiles of zeros. Defaults: 0 and G. implementation: "mosaic_sm90", "xla" or None for the best that can.
     """
     num_groups = group_sizes.shape[0]
     num_weights = num_groups if num_weights is None else num_weights
+    offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
+    tiles = max_tiles(num_rows, num_groups, block)
+    task = mosaic_schedule.Task(num_groups, num_rows, block, num_weights, tiles, offset is not None)
+    fits = 0 < num_groups <= mosaic_schedule.MAX_GROUPS
+    why = environment_obstacle() if fits else f"it takes 1 to {mosaic_schedule.MAX_GROUPS} groups, not {num_groups}"
+
+    def kernel(args):
+        return Schedule(*mosaic_schedule.run_schedule(task, *args))
+
+    def plain(args):
+        return _tile_schedule(*args, num_rows, block, num_weights)
+
+    return pick("schedule", implementation, why, kernel, plain, (group_sizes.astype(jnp.int32), offset))
+
+
+def _tile_schedule(group_sizes, group_offset, num_rows: int, block: int, num_weights: int) -> Schedule:
+    num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
-    row_start, tile_start = _before(sizes), _before((sizes + block - 1) // block)
+    row_start, tile_start = sums_before(sizes), sums_before((sizes + block - 1) // block)
     group = jnp.arange(num_groups + 1, dtype=jnp.int32)
     start = jnp.minimum(row_start, num_rows)
     end = jnp.where(group == num_groups, num_rows, jnp.minimum(row_start + jnp.pad(sizes, (0, 1)), num_rows))
     tile_end = tile_start + jnp.where(group == num_groups, num_rows, jnp.pad((sizes + block - 1) // block, (0, 1)))
-    offset = jnp.int32(0) if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
+    offset = jnp.int32(0) if group_offset is None else group_offset
     weight = group - offset
     weight = jnp.where((weight >= 0) & (weight < num_weights) & (group < num_groups), weight, -1)
     t = jnp.arange(max_tiles(num_rows, num_groups, block), dtype=jnp.int32)[:, None]

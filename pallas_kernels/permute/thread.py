@@ -45,6 +45,10 @@ class Thread(Ops):
         """The value of the thread `distance` below in the warp; the own one where there is none."""
         return self._of_warp(f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;", a)
 
+    def warp_barrier(self):
+        """What the warp's threads have written is there for all of them."""
+        _asm([], [], "bar.warp.sync 0xffffffff;", "~{memory}", effects=True)
+
     def popcount(self, a: U) -> U:
         return U(_asm([_i32()], [a], "popc.b32 $0, $1;", "=r,r")[0])
 
