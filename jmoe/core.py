@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantize import QTensor, get_format
 
-from .backends import combine, get_backend, shared_global_scale, uniform_global_scale
+from .backends import combine, get_backend, in_chunks, shared_global_scale, uniform_global_scale
 from .backends.base import Backend, Exchange
 from .backends.scales import encode_rows
 from .backends.straight_through import dispatch
@@ -48,7 +48,8 @@ def exchange_and_compute(
     Differentiable in x, weights and float experts; quantisation is passed straight through.
     """
     tokens = x.shape[0]
-    decision, layout, ex = layer.decision(tokens), layer.layout(tokens), layer.exchange(tokens)
+    each = -(-tokens // layer.overlap_chunks)  # of one chunk
+    decision, layout, ex = layer.decision(each), layer.layout(each), layer.exchange(each)
     backend, config = get_backend(decision.backend), layer.config
     with jax.named_scope("plan"):
         physical, unreachable = ids, jnp.int32(0)
@@ -78,6 +79,31 @@ def exchange_and_compute(
             )
         return out, unreachable
 
+    def exchanged(chunk):
+        x, physical, weights = chunk
+        return _exchange(layer, experts, x, physical, weights, scale, rank_mask, out_dtype)
+
+    out, dropped = in_chunks(exchanged, (x, physical, weights), layer.overlap_chunks)
+    return out, jnp.sum(dropped) + unreachable
+
+
+def _exchange(
+    layer: MoELayer,
+    experts: ExpertWeights,
+    x: jax.Array,
+    physical: jax.Array,
+    weights: jax.Array,
+    scale: jax.Array | None,
+    rank_mask: jax.Array | None,
+    out_dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """Some of the tokens to the experts' ranks, through the experts, and back: [T, output size], dropped int32 [1]."""
+    tokens = x.shape[0]
+    decision, layout, ex = layer.decision(tokens), layer.layout(tokens), layer.exchange(tokens)
+    backend, config = get_backend(decision.backend), layer.config
+    kind = layer.experts if layer.experts != "auto" else "grouped"
+    quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
+    wire = config.quant.combine_wire
     with jax.named_scope("plan"):
         plan = backend.plan(physical, ex, rank_mask=rank_mask if backend.takes_rank_mask else None)
     with jax.named_scope("dispatch"):
@@ -114,7 +140,7 @@ def exchange_and_compute(
             )
     with jax.named_scope("combine"):
         out = combine(y, weights, plan, backend=backend, exchange=ex, recv_ids=got.ids, wire=wire, out_dtype=out_dtype)
-    return out, plan.dropped + unreachable
+    return out, plan.dropped.reshape(1)
 
 
 def _returned_dtype(backend: Backend, ex: Exchange, wire: str | None):

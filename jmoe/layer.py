@@ -53,6 +53,7 @@ class MoELayer:
     the first slowest; token_axes: those over which the tokens are. num_ranks R, num_local E_loc. backend: the name
     asked for ("auto" decides for each token count). experts: the kind of experts, "auto" or a name in
     `jmoe.experts.EXPERTS`. caps: of the devices. implementation: of the grouped matmul, None for the best.
+    overlap_chunks: parts of the tokens that are exchanged and computed one after another.
     """
 
     config: MoEConfig
@@ -65,6 +66,7 @@ class MoELayer:
     experts: str
     caps: DeviceCaps
     implementation: str | None = None
+    overlap_chunks: int = 1
 
     @property
     def token_shards(self) -> int:
@@ -178,6 +180,7 @@ def build_moe(
     num_local: int | None = None,
     caps: DeviceCaps | None = None,
     implementation: str | None = None,
+    overlap_chunks: int = 1,
 ) -> MoELayer:
     """Check a layer against a mesh, before anything is traced.
 
@@ -191,6 +194,8 @@ def build_moe(
         num_local: expert slots on each rank, where a placement has replicas (None: ceil(E / R)).
         caps: the devices' capabilities (None: detected from the mesh).
         implementation: of the grouped matmul (None: the best that can run).
+        overlap_chunks: into how many parts the tokens of a rank are split, so that the exchange of one part may run
+            beside the matmuls of another (1: not; smaller matmuls cost more than NVLink leaves to be hidden).
 
     Raises ValueError for whatever cannot work: an unknown or unsupported combination of backend, format and experts,
     axes that the mesh lacks. Each message says what is possible.
@@ -233,6 +238,8 @@ def build_moe(
             f"caps.local_kernels=True with expert_axis={expert_axis!r}: the kernel inside a host needs an axis that "
             "spans one host. Use a mesh with axes (hosts, ranks of a host) and pass both as expert_axis."
         )
+    if overlap_chunks < 1:
+        raise ValueError(f"overlap_chunks={overlap_chunks} must be at least 1, which does not split the tokens.")
     slots = -(-config.num_experts // num_ranks)
     if num_local is not None and num_local < slots:
         raise ValueError(
@@ -250,6 +257,7 @@ def build_moe(
         experts,
         caps,
         implementation,
+        overlap_chunks,
     )
     decision = layer.decision(1)
     layer.layout(1)

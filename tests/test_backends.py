@@ -251,9 +251,14 @@ def test_memory_states_bytes_and_transport_says_what_moves_the_rows():
 
 def test_chunks_give_the_same_as_the_whole():
     x = jnp.arange(24.0).reshape(12, 2)
-    np.testing.assert_array_equal(backends.in_chunks(lambda a: a * 2, x, 3), x * 2)
-    with pytest.raises(ValueError, match=r"num_chunks=5 does not divide 12 tokens.*pad_tokens"):
-        backends.in_chunks(lambda a: a, x, 5)
+    for chunks in (1, 3, 5, 40):  # 5: chunks of 2 and 3 tokens; 40: one of each token
+        sizes = []
+        whole = backends.in_chunks(lambda a, sizes=sizes: (sizes.append(a.shape[0]), a * 2)[1], x, chunks)
+        np.testing.assert_array_equal(whole, x * 2)
+        assert len(sizes) == min(chunks, 12) and max(sizes) - min(sizes) <= 1
+    assert backends.in_chunks(lambda a: a, x[:0], 2).shape == (0, 2)
+    with pytest.raises(ValueError, match="num_chunks=0 must be positive"):
+        backends.in_chunks(lambda a: a, x, 0)
 
 
 def test_QTensor_is_what_arrives_on_a_quantised_wire():

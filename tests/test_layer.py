@@ -68,6 +68,17 @@ def test_F46_every_backend_and_rank_count_computes_the_dense_layer(backend, rank
     assert error(got, dense(params, x)) < 1e-6
 
 
+@pytest.mark.parametrize("backend", ["nvlink_two_sided", "low_latency"])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_tokens_exchanged_in_chunks_give_the_whole_layer(backend, chunks):
+    params, x = inputs()
+    whole = run(CONFIG, params, x, backend, mesh_of((4,)))
+    parts = run(CONFIG, params, x, backend, mesh_of((4,)), overlap_chunks=chunks)
+    assert error(parts, np.asarray(whole, np.float64)) < 1e-6
+    with pytest.raises(ValueError, match="overlap_chunks=0"):
+        build_moe(CONFIG, overlap_chunks=0)
+
+
 def test_one_rank_computes_the_dense_layer_with_any_leading_shape():
     params, x = inputs(shape=(4, 3, 5))
     got = run(CONFIG, params, x, "auto")

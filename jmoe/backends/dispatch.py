@@ -202,18 +202,17 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 def in_chunks(function, arrays, num_chunks: int):
-    """`function` over equal chunks of the leading axis of `arrays`, results concatenated.
+    """`function` over chunks of the leading axis of `arrays`, as equal as can be, results concatenated.
 
     The chunks do not depend on one another, so XLA may run the collectives of one beside the matmuls of the next.
-    Raises ValueError where num_chunks does not divide the leading axis.
+    Raises ValueError where num_chunks is not positive; of fewer tokens than chunks each is a chunk of its own.
     """
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks={num_chunks} must be positive; 1 does not split the tokens.")
     tokens = jax.tree.leaves(arrays)[0].shape[0]
-    if num_chunks < 1 or tokens % num_chunks:
-        raise ValueError(
-            f"num_chunks={num_chunks} does not divide {tokens} tokens; chunks must be equal. Use a divisor, or pad the "
-            "tokens with `jmoe.payload.pad_tokens`."
-        )
-    size = tokens // num_chunks
-    take = lambda i: jax.tree.map(lambda a: lax.slice_in_dim(a, i * size, (i + 1) * size), arrays)  # noqa: E731
-    results = [function(take(i)) for i in range(num_chunks)]
+    num_chunks = max(1, min(num_chunks, tokens))
+    ends = [tokens * (i + 1) // num_chunks for i in range(num_chunks)]
+    results = []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        results.append(function(jax.tree.map(lambda a: lax.slice_in_dim(a, start, end), arrays)))  # noqa: B023
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=0), *results)
