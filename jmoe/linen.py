@@ -29,6 +29,7 @@ class MoE(linen.Module):
     mesh: jax.sharding.Mesh | None = None
     expert_axis: Axis = "ep"
     token_axes: tuple[str, ...] | None = None
+    overlap_chunks: int = 1
     param_dtype: jnp.dtype = jnp.float32
 
     @property
@@ -40,6 +41,7 @@ class MoE(linen.Module):
             expert_axis=self.expert_axis,
             token_axes=self.token_axes,
             backend=self.backend,
+            overlap_chunks=self.overlap_chunks,
         )
 
     def setup(self):

@@ -48,6 +48,7 @@ class MoE(nnx.Module):
             it has no axis called `expert_axis`, the layer runs on one rank.
         expert_axis: the mesh axis (or axes) that the experts are spread over.
         token_axes: the mesh axes that the tokens are spread over (None: all axes of the mesh).
+        overlap_chunks: parts of the tokens that are exchanged one after another; see `build_moe`.
         param_dtype: dtype of the parameters. The computation's dtype is `config.dtype`.
         init: function (key, config, *, dtype, num_slots) -> MoEParams.
         rngs: nnx.Rngs; one key of its "params" stream is used.
@@ -66,11 +67,12 @@ class MoE(nnx.Module):
         mesh: jax.sharding.Mesh | None = None,
         expert_axis: Axis = "ep",
         token_axes: tuple[str, ...] | None = None,
+        overlap_chunks: int = 1,
         param_dtype=jnp.float32,
         init: Callable[..., MoEParams] = init_params,
         rngs: nnx.Rngs,
     ):
-        self._configure(config, backend, mesh, expert_axis, token_axes)
+        self._configure(config, backend, mesh, expert_axis, token_axes, overlap_chunks)
         ranks = self.layer.num_ranks
         slots = -(-config.num_experts // ranks) * ranks
         self._set(init(rngs.params(), config, dtype=param_dtype, num_slots=slots))
@@ -80,9 +82,9 @@ class MoE(nnx.Module):
         """A module around existing arrays, such as those of `jmoe.checkpoint`. `kwargs`: as for MoE, without rngs."""
         return cls(config, init=lambda *_, **__: params, rngs=nnx.Rngs(0), **kwargs)
 
-    def _configure(self, config, backend, mesh, expert_axis, token_axes):
+    def _configure(self, config, backend, mesh, expert_axis, token_axes, overlap_chunks):
         self.config, self.backend, self.mesh = config, backend, mesh
-        self.expert_axis, self.token_axes = expert_axis, token_axes
+        self.expert_axis, self.token_axes, self.overlap_chunks = expert_axis, token_axes, overlap_chunks
         _ = self.layer  # every refusal happens when the module is made, not when it is first called
 
     def _set(self, params: MoEParams) -> None:
@@ -120,6 +122,7 @@ class MoE(nnx.Module):
             expert_axis=self.expert_axis,
             token_axes=self.token_axes,
             backend=self.backend,
+            overlap_chunks=self.overlap_chunks,
         )
 
     @property
@@ -164,4 +167,5 @@ def quantize_experts(module: MoE, format: str) -> MoE:
         mesh=module.mesh,
         expert_axis=module.expert_axis,
         token_axes=module.token_axes,
+        overlap_chunks=module.overlap_chunks,
     )
