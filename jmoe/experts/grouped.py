@@ -16,11 +16,11 @@ from pallas_kernels.permute import Sorted, combine_rows, gather_rows, merge_dupl
 from pallas_kernels.quantize import QTensor
 
 from ..config import MoEConfig
-from .activation import gated_activation
 from .bias import group_rows
+from .gated import gated_projection
 from .inputs import check_input, quantize_rows
 from .table import get_experts
-from .weights import ExpertWeights, check_weights, flat_gate_up, gate_or_up
+from .weights import ExpertWeights, check_weights
 
 
 def apply_experts(
@@ -153,19 +153,9 @@ def _compute(x, order, row_weight, params, config, spec, quantize_input, straigh
         return grouped_matmul(rows, w, sizes, straight_through=through, out_dtype=dtype, implementation=implementation)
 
     rows, through = _input_rows(x, order, params, config, spec, quantize_input, straight_through)
-    flat = flat_gate_up(params.gate_up)
-    if flat is not None:
-        hidden = matmul(rows, flat, through).reshape(num_places, 2, config.intermediate_size)
-        gate, up = hidden[:, 0], hidden[:, 1]
-    else:
-        gate, up = (matmul(rows, gate_or_up(params.gate_up, i), through) for i in (0, 1))
-    if row_weight is not None:  # the same as weighting the input, and exact for quantised rows too
-        gate, up = gate.astype(jnp.float32) * row_weight, up.astype(jnp.float32) * row_weight
-    if params.gate_up_bias is not None:
-        bias = group_rows(params.gate_up_bias.reshape(sizes.shape[0], -1), sizes, num_places)
-        bias = bias.astype(jnp.float32).reshape(num_places, 2, config.intermediate_size)
-        gate, up = gate.astype(jnp.float32) + bias[:, 0], up.astype(jnp.float32) + bias[:, 1]
-    hidden = gated_activation(gate, up, config).astype(dtype)  # [M, F]
+    hidden = gated_projection(
+        rows, through, params, sizes, config, row_weight=row_weight, implementation=implementation
+    )  # [M, F]
     if quant.intermediate is None:
         y = matmul(hidden, params.down, None)
     else:

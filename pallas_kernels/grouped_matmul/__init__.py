@@ -4,5 +4,9 @@ from .api import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .api import Implementation as Implementation
 from .api import Problem as Problem
 from .api import grouped_matmul as grouped_matmul
+from .gate import Gate as Gate
+from .gate import gated_product as gated_product
+from .gated import gated_matmul as gated_matmul
+from .gated import gated_obstacle as gated_obstacle
 from .reference import grouped_matmul_reference as grouped_matmul_reference
 from .reference import row_groups as row_groups

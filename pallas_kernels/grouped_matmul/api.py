@@ -119,7 +119,8 @@ def _kind(a: Any) -> str:
     return a.format.name if isinstance(a, QTensor) else str(a.dtype)
 
 
-def _problem(op, m, n, k, groups, x, w, out_dtype) -> Problem:
+def problem_of(op, m, n, k, groups, x, w, out_dtype) -> Problem:
+    """The Problem of these operands on the first device."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
     return Problem(op, m, n, k, groups, _kind(x), _kind(w), str(jnp.dtype(out_dtype)), device.platform, capability)
@@ -135,7 +136,7 @@ class _Static:
 def _grouped_matmul(static, x, stand_in, w, group_sizes, group_offset):
     del stand_in
     (m, k), (groups, n, _) = x.shape, w.shape
-    chosen = choose(_problem("forward", m, n, k, groups, x, w, static.out_dtype), static.implementation)
+    chosen = choose(problem_of("forward", m, n, k, groups, x, w, static.out_dtype), static.implementation)
     return chosen.forward(x, w, group_sizes, group_offset=group_offset, out_dtype=static.out_dtype)
 
 
@@ -151,7 +152,7 @@ def _backward(static, residuals, dy):
 
     def run(op, a, b, dtype, **options):
         # A kernel that has no such gradient leaves it to the best implementation that has.
-        problem = _problem(op, m, n, k, groups, a, b, dtype)
+        problem = problem_of(op, m, n, k, groups, a, b, dtype)
         named = next((i for i in IMPLEMENTATIONS if i.name == static.implementation), None)
         chosen = named if named is not None and named.why_not(problem) is None else choose(problem)
         function = chosen.dlhs if op == "dlhs" else chosen.drhs

@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.grouped_matmul import Problem, mosaic_entry, tuning
+from pallas_kernels.grouped_matmul import Gate, Problem, gated_product, mosaic_entry, tuning
 from pallas_kernels.quantize import dequantize, quantize, quantize_weights
 
 pytestmark = pytest.mark.gpu
 N, K, G = 384, 512, 16
+DECODE_VARIANTS = [
+    dict(block_t=8, consumers=4, chunks=1, stages=4, per_sm=1, overlap=True, pieces=2),
+    dict(block_t=16, consumers=3, chunks=1, stages=4, per_sm=1),
+    dict(block_t=24, consumers=2, chunks=1, stages=4, per_sm=1, overlap=True),
+    dict(block_t=8, consumers=1, chunks=2, stages=4, per_sm=2, rows=32),
+]
 EDGES = [0, 1, 7, 64, 65, 191, 192, 193]  # rows of groups, and numbers of rows in all
 
 
@@ -136,13 +142,69 @@ def test_gradients_equal_float32_and_empty_groups_are_exactly_zero(rng):
             row += size
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
 def test_the_gated_product_equals_float32(rng, kind):
-    from pallas_kernels.grouped_matmul.gate import Gate, gated_product
-
     m, gate = 1500, Gate(kind)
     x, w = normal(rng, m, K), normal(rng, G, 2, N, K) * jnp.bfloat16(0.1)
     sizes = jnp.asarray(sizes_of("edges", m, rng))
+    poison(m, N)
     y = mosaic_entry.gated(x, w, sizes, gate, out_dtype=jnp.bfloat16)
     expected = gated_product(exact(x, w[:, 0], sizes), exact(x, w[:, 1], sizes), gate)
     assert relative(y, expected.at[sizes.sum() :].set(0)) < 4e-3
+
+
+@pytest.mark.parametrize("fmt", [None, "mxfp8", "mxfp4", "nvfp4", "nvfp4_token", "fp8_128x128"])
+@pytest.mark.parametrize("m", [7, 193, 2047])
+def test_the_gated_product_of_few_rows_or_quantised_weights_with_bias_equals_float32(rng, fmt, m):
+    if fmt is None and m > 1000:
+        pytest.skip("many rows of BF16 weights are for the kernel without a bias")
+    x, w = normal(rng, m, K), normal(rng, G, 2, N, K) * jnp.bfloat16(0.1)
+    bias = jnp.asarray(rng.standard_normal((G, 2, N), np.float32))
+    q = w if fmt is None else quantize(w, fmt) if fmt == "nvfp4_token" else quantize_weights(w, fmt)
+    plain = w if fmt is None else dequantize(q, jnp.float32)
+    for kind, spread in (("silu", "edges"), ("gelu", "zipf"), ("swiglu_oai", "tail"), ("silu", "none")):
+        sizes = jnp.asarray(sizes_of(spread, m, rng))
+        owner = np.repeat(np.arange(G + 1), [*np.asarray(sizes), m - int(sizes.sum())])
+        of_rows = jnp.concatenate([bias, jnp.zeros_like(bias[:1])])[owner]
+        poison(m, N)
+        y = mosaic_entry.gated(x, q, sizes, Gate(kind), bias=bias, out_dtype=jnp.bfloat16)
+        halves = [exact(x, plain[:, i], sizes) + of_rows[:, i] for i in (0, 1)]
+        expected = gated_product(*halves, Gate(kind)).at[sizes.sum() :].set(0)
+        assert relative(y, expected) < 4e-3, (kind, spread)
+
+
+@pytest.mark.parametrize(("held", "offset"), [(G, 0), (5, 3), (5, 0)])
+def test_a_part_of_the_groups_gives_its_rows_and_zeros_elsewhere(rng, held, offset):
+    m = 200
+    x, w, sizes = normal(rng, m, K), normal(rng, G, N, K), sizes_of("edges", m, rng)
+    mine = slice(offset, offset + held)
+    poison(m, N)
+    y = mosaic_entry.forward(x, w[mine], jnp.asarray(sizes), group_offset=jnp.int32(offset), out_dtype=jnp.bfloat16)
+    others = jnp.zeros_like(w).at[mine].set(w[mine])
+    assert relative(y, exact(x, others, jnp.asarray(sizes))) < 4e-3
+
+
+@pytest.mark.parametrize("groups", [1, 31, 32, 128, 1100])
+def test_any_number_of_groups_is_added_up_in_the_kernel(rng, groups):
+    m = 300
+    sizes = rng.multinomial(m, np.full(groups, 1 / groups)).astype(np.int32)
+    x, w = normal(rng, m, 128), normal(rng, groups, 64, 128)
+    y = mosaic_entry.forward(x, w, jnp.asarray(sizes), out_dtype=jnp.bfloat16)
+    assert relative(y, exact(x, w, jnp.asarray(sizes))) < 4e-3
+
+
+@pytest.mark.parametrize("fmt", [None, "nvfp4", "mxfp4", "fp8_128x128"])
+@pytest.mark.parametrize("config", DECODE_VARIANTS, ids=str)
+def test_decode_variants_that_no_rule_ships_are_right_at_edge_sizes(rng, fmt, config):
+    if config.get("overlap") and fmt == "fp8_128x128":
+        pytest.skip("scales of whole tiles have their own loop")
+    m = 193
+    x, w = normal(rng, m, K), normal(rng, G, N, K)
+    q = w if fmt is None else quantize_weights(w, fmt)
+    plain = w if fmt is None else dequantize(q, jnp.float32)
+    with tuning.override({"decode": config}):
+        for spread in ("edges", "zipf", "tail"):
+            sizes = jnp.asarray(sizes_of(spread, m, rng))
+            poison(m, N)
+            y = mosaic_entry.forward(x, q, sizes, out_dtype=jnp.bfloat16)
+            assert relative(y, exact(x, plain, sizes)) < 4e-3, spread

@@ -1,0 +1,68 @@
+"""Gate and up projection with what stands between them and the down projection, in one kernel where one can.
+
+Letters: M rows, K contraction, F columns of each projection, G groups.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ..quantize import QTensor
+from . import mosaic_entry
+from .api import problem_of
+from .gate import Gate
+
+#: Whether tests/gpu has passed since the kernels' last change; until then they serve only who names them.
+CONFIRMED = False
+
+
+def gated_obstacle(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor,
+    gate: Gate,
+    *,
+    bias: bool = False,
+    out_dtype=None,
+    implementation: str | None = None,
+) -> str | None:
+    """Why `gated_matmul` cannot take these, or is slower than the two steps apart; None where it is the way to go.
+
+    implementation: the one asked for; only "mosaic_sm90" has the fused kernel.
+    """
+    if implementation not in (None, "mosaic_sm90"):
+        return f"implementation={implementation!r} has no kernel that joins gate and up"
+    if implementation is None and not CONFIRMED:
+        return "the kernel waits for its run on a GPU; name implementation='mosaic_sm90' to use it"
+    problem = problem_of("forward", *x.shape[:1], w.shape[2], x.shape[1], w.shape[0], x, w, _dtype(x, out_dtype))
+    return mosaic_entry.why_not_gated(problem, gate, bias=bias)
+
+
+def _dtype(x, out_dtype):
+    return out_dtype or (jnp.float32 if isinstance(x, QTensor) else x.dtype)
+
+
+def gated_matmul(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor,
+    group_sizes: jax.Array,
+    gate: Gate,
+    *,
+    bias: jax.Array | None = None,
+    group_offset: jax.Array | None = None,
+    out_dtype=None,
+) -> jax.Array:
+    """gate(w[g, 0] @ x[m] + bias[g, 0]) * (w[g, 1] @ x[m] + bias[g, 1]) for g, the group of row m; all in float32.
+
+    Arguments: as of `grouped_matmul`, but w [G, 2, F, K] holds gate and up; bias: [G, 2, F] or None.
+
+    Returns: [M, F]; rows of no group are zero. Neither gate nor up is written to memory, nor rounded. There is no
+    gradient.
+
+    Raises ValueError with the reason of `gated_obstacle` where it cannot: compute the projections apart there.
+    """
+    reason = gated_obstacle(x, w, gate, bias=bias is not None, out_dtype=out_dtype, implementation="mosaic_sm90")
+    if reason is not None:
+        raise ValueError(f"gated_matmul cannot do this: {reason}; use grouped_matmul and gated_product.")
+    how = dict(bias=bias, group_offset=group_offset, out_dtype=_dtype(x, out_dtype))
+    return mosaic_entry.gated(x, w, group_sizes, gate, **how)
