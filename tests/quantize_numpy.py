@@ -35,6 +35,9 @@ class Numpy:
     def fma(self, a, b, c):
         return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(np.float32)
 
+    def fms(self, a, b, c):
+        return self.fma(a, b, -np.asarray(c))
+
     def mul_rounded(self, a, b):
         return (a * b).astype(np.float32)
 
@@ -58,10 +61,34 @@ class Numpy:
     def div(self, a, b):
         return (a / b).astype(np.float32)
 
+    def div_by(self, a, b, inverse):
+        return (a / b).astype(np.float32)
+
     def prmt(self, a, b, selector):
-        pool = np.stack([(np.asarray(w) >> s) & 0xFF for w in (a, b) for s in (0, 8, 16, 24)])
-        picked = [pool[(selector >> (4 * i)) & 7] for i in range(4)]
-        return U(picked[0] | picked[1] << 8 | picked[2] << 16 | picked[3] << 24)
+        a, b, selector = np.broadcast_arrays(a, b, selector)
+        pool = np.stack([(w >> s) & 0xFF for w in (a, b) for s in (0, 8, 16, 24)])
+        out = 0
+        for i in range(4):
+            nibble = (selector >> (4 * i)) & 15
+            byte = np.take_along_axis(pool, (nibble & 7)[None].astype(np.int64), 0)[0]
+            byte = np.where(nibble & 8, (byte >> 7) * np.uint32(255), byte)
+            out = out | byte.astype(np.uint32) << (8 * i)
+        return U(out)
+
+    def and_or(self, a, b, c):
+        return (a & b) | c
+
+    def mad(self, a, b, c):
+        return a * U(b) + c
+
+    def dot4(self, a, b, c):
+        return c + sum(((a >> s) & 255) * ((b >> s) & 255) for s in (0, 8, 16, 24))
+
+    def dot2(self, a, b, c, half):
+        return c + (a & 0xFFFF) * ((b >> (16 * half)) & 255) + (a >> 16) * ((b >> (16 * half + 8)) & 255)
+
+    def from_int(self, a):
+        return np.asarray(a).astype(np.float32)
 
     def absmax2(self, a, b, half):
         pairs = [(np.asarray(w) >> s) & 0x7FFF for s in (0, 16) for w in (a, b)]

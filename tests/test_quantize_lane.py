@@ -53,10 +53,10 @@ def run_lane(x, kind, fmt, params=None):
         if fmt.element == "e4m3":
             out = lane.e4m3_words(O, scaled)
         else:
-            rounded = [lane.round_saturated(O, y) for y in scaled]
-            out = lane.e2m1_words(O, rounded, lane.sign_words(O, words, kind))
+            out = lane.signed(O, lane.e2m1_words(O, [lane.round_saturated(O, y) for y in scaled]), words, kind)
             out = [O.where(np.asarray(scale) == 255, U(0), w) for w in out]
-    return np.stack([np.asarray(w) for w in out], -1).view(np.uint8).reshape(len(x), -1), np.asarray(scale)
+    scale = np.asarray(scale) if fmt.scale == "f32" else np.asarray(scale) & 0xFF
+    return np.stack([np.asarray(w) for w in out], -1).view(np.uint8).reshape(len(x), -1), scale
 
 
 QUANTIZE = jax.jit(quantize, static_argnames=("fmt", "implementation"))

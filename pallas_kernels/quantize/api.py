@@ -2,7 +2,8 @@
 
 "reference" is plain XLA and runs everywhere. "mosaic_sm90" is one Pallas kernel (two for a tensor-wide scale that is
 taken from the data); it needs JAX >= 0.11 and an NVIDIA GPU of compute capability 8.9 or later, and columns in
-multiples of 16. None takes the kernel on CUDA where it can, else the reference. Both give the same bytes.
+multiples of 16. "triton" needs jax-triton and a GPU of compute capability 8.0, and only quantises. None takes the first
+kernel on CUDA that can, else the reference. All give the same bytes.
 
 tests/gpu holds every path of the kernel to the reference on a GPU, tests/test_quantize_programs.py on the host.
 """
@@ -17,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..optional_triton import missing
 from . import exact, reference
 from .formats import BlockFormat, get_format
 from .qtensor import QTensor
 
-IMPLEMENTATIONS = ("reference", "mosaic_sm90")
+IMPLEMENTATIONS = ("reference", "mosaic_sm90", "triton")
 _JAX = tuple(int(p) for p in jax.__version__.split(".")[:2])
 MAX_ROW_UNITS = 8 * 512  # 16-column units of a row that a per-token kernel keeps in registers: 65536 columns
 
@@ -63,7 +65,14 @@ def quantize(
     def kernel(args):
         return _quantize_kernel(fmt, columns, layout, **args)
 
-    return _pick(implementation, why, kernel, lambda args: plain(**args), args)
+    def triton_kernel(args):
+        from . import triton_sm80
+
+        options = {name: value for name, value in args.items() if name != "x"}
+        return triton_sm80.quantize(args["x"], fmt, layout=layout, **options)
+
+    triton = _triton_obstacle(x.shape, fmt, columns), triton_kernel
+    return _pick(implementation, why, kernel, lambda args: plain(**args), args, triton)
 
 
 def gather_quantize(
@@ -259,13 +268,27 @@ def _quantize_obstacle(shape, fmt: BlockFormat, global_scale) -> str | None:
     return kernel_obstacle()
 
 
-def _pick(implementation, why: str | None, kernel, plain, args):
+def _triton_obstacle(shape, fmt: BlockFormat, columns: int) -> str | None:
+    """Why the Triton kernel cannot quantise an array of this shape to `columns` columns; None where it can."""
+    capability = _gpu_capability()
+    if capability is None or capability < 8.0:
+        return "it needs a GPU of compute capability 8.0 or later"
+    if fmt.block_rows > 1 or fmt.four_over_six:
+        return f"it does not quantise to {fmt.name!r}"
+    if columns != shape[-1] or columns % fmt.block or math.prod(shape) == 0:
+        return f"it takes whole blocks of {fmt.block} columns and no padding, not {shape} padded to {columns} columns"
+    return missing()
+
+
+def _pick(implementation, why: str | None, kernel, plain, args, triton=("it only quantises", None)):
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation={implementation!r} is not known; choose None or one of {', '.join(IMPLEMENTATIONS)}."
         )
-    if implementation == "mosaic_sm90" and why:
-        raise ValueError(f"implementation='mosaic_sm90' cannot do this: {why}; use 'reference' or None.")
+    if implementation == "triton" or (implementation is None and why and triton[0] is None):
+        why, kernel = triton
+    if implementation not in (None, "reference") and why:
+        raise ValueError(f"implementation={implementation!r} cannot do this: {why}; use 'reference' or None.")
     if implementation == "reference" or why:
         return plain(args)
 
@@ -281,7 +304,7 @@ def _pick(implementation, why: str | None, kernel, plain, args):
         out = jax.vmap(lambda *leaves: plain(jax.tree.unflatten(tree, leaves)), in_axes=axes)(*leaves)
         return out, jax.tree.map(lambda _: True, out)
 
-    if implementation == "mosaic_sm90":
+    if implementation is not None:
         return batchable(args)
     return lax.platform_dependent(args, cuda=batchable, default=plain)
 

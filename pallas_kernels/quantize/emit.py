@@ -164,6 +164,11 @@ class Ops:
     def fma(self, a: F, b: F, c: F) -> F:
         return F(_asm([ir.F32Type.get()], [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")[0])
 
+    def fms(self, a: F, b: F, c: F) -> F:
+        """a * b - c, rounded once."""
+        text = "{ .reg .f32 n; neg.f32 n, $3; fma.rn.f32 $0, $1, $2, n; }"
+        return F(_asm([ir.F32Type.get()], [a, b, c], text, "=f,f,f,f")[0])
+
     def mul_rounded(self, a: F, b: F) -> F:
         """a * b, never contracted with a sum."""
         return F(_asm([ir.F32Type.get()], [a, b], "mul.rn.f32 $0, $1, $2;", "=f,f,f")[0])
@@ -192,11 +197,14 @@ class Ops:
         )
         return F(_asm([ir.F32Type.get()], [a], text, "=&f,f")[0])
 
-    def div_constant(self, a: F, b: float) -> F:
-        """a / b, correctly rounded (Markstein), for a = 0 or a, a / b and a / b / 2^24 normal."""
-        inverse = F(1 / b)
+    def div_by(self, a: F, b: F, inverse: F) -> F:
+        """a / b, correctly rounded, from the rounded 1 / b (Markstein). a is 0 or a, a / b, a / b / 2^24 normal."""
         q = a * inverse
-        return self.fma(self.fma(q, F(-b), a), inverse, q)
+        return self.fma(self.fma(q, -b, a), inverse, q)
+
+    def div_constant(self, a: F, b: float) -> F:
+        """`div_by` of a constant."""
+        return self.div_by(a, F(b), F(1 / b))
 
     def div(self, a: F, b: F) -> F:
         return F(_asm([ir.F32Type.get()], [a, b], "div.rn.f32 $0, $1, $2;", "=f,f,f")[0])
@@ -207,9 +215,35 @@ class Ops:
     def exp2_approx(self, a: F) -> F:
         return F(_asm([ir.F32Type.get()], [a], "ex2.approx.ftz.f32 $0, $1;", "=f,f")[0])
 
-    def prmt(self, a: U, b: U, selector: int) -> U:
-        """Bytes of (a, b), numbered 0..7 from a's lowest, picked by the nibbles of `selector`, lowest first."""
-        return U(_asm([_i32()], [a, b, U(selector)], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")[0])
+    def prmt(self, a: U, b: U, selector: int | U) -> U:
+        """Bytes of (a, b), numbered 0..7 from a's lowest, picked by the low nibbles of `selector`, lowest first.
+
+        A nibble of 8 + n gives 255 or 0, by the sign of byte n.
+        """
+        selector = selector if isinstance(selector, U) else U(selector)
+        return U(_asm([_i32()], [a, b, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")[0])
+
+    def and_or(self, a: U, b: int, c: U) -> U:
+        """(a & b) | c."""
+        return U(_asm([_i32()], [a, U(b), c], "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r")[0])
+
+    def mad(self, a: U, b: int | U, c: U) -> U:
+        """a * b + c."""
+        b = b if isinstance(b, U) else U(b)
+        return U(_asm([_i32()], [a, b, c], "mad.lo.u32 $0, $1, $2, $3;", "=r,r,r,r")[0])
+
+    def dot4(self, a: U, b: U, c: U) -> U:
+        """c + the sum of products of four bytes."""
+        return U(_asm([_i32()], [a, b, c], "dp4a.u32.u32 $0, $1, $2, $3;", "=r,r,r,r")[0])
+
+    def dot2(self, a: U, b: U, c: U, half: int) -> U:
+        """c + the sum of products of a's two 16-bit halves and the lower (0) or upper (1) two bytes of b."""
+        name = f"dp2a.{('lo', 'hi')[half]}.u32.u32"
+        return U(_asm([_i32()], [a, b, c], f"{name} $0, $1, $2, $3;", "=r,r,r,r")[0])
+
+    def from_int(self, a: U) -> F:
+        """float32 of a, exact below 2^24."""
+        return F(_asm([ir.F32Type.get()], [a], "cvt.rn.f32.u32 $0, $1;", "=f,r")[0])
 
     def absmax2(self, a: U, b: U, half: str) -> U:
         """Larger magnitude (up to sign) of two packed pairs, half "bf16" or "f16"; a NaN wins."""

@@ -4,9 +4,11 @@ A thread owns V consecutive values of a row (V divides the block size B, so B/V 
 functions take an operations object `o` (`emit.Ops` in kernels, a numpy double in tests) and lists of registers: words
 (uint32, two packed 16-bit values, the first in the low half) or float32 values.
 
-E2M1 rounding: with T = 2^e the power of two below max(|y|, 1), the step of E2M1 at y is T/2. r = fma(T, 2^22 + 3, |y|)
-rounds |y| to that step, to nearest even, and leaves n + 6 (n = |y| in steps) in its lowest bits; the code is n + 2e,
-and r + (r >> 22) has it in its lowest four bits.
+E2M1 rounding: the step of E2M1 at y is half of T, the power of two below max(|y|, 1). For |y| < 8 two bits of y's
+exponent are t = T where T is 2 or 4, and about 0 where it is 1, so that M = t * (2^22 - 1) + 3 * 2^21 - 4 is a float
+whose last bit counts steps, and r = |y| + M is rounded to a step, to nearest even. M's constants are those for which
+the low 16 bits of r are the code less 8 in each of the three ranges. Eight such codes become a word in six
+multiply-adds: what is above bit 15 of a half falls out, and what eight borrows leave is one constant.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from .reference import FP8_EPS, MAX_ENCODE
 
 INF, NAN, ABS = 0x7F800000, 0x7FC00000, 0x7FFFFFFF
 FLT_MAX_BITS = 0x7F7FFFFF
-ROUND = 2.0**22 + 3
+SLOPE, BASE = 2.0**22 - 1, 3 * 2.0**21 - 4  # of M in the module docstring
+DOUBLED = (0x03020100, 0x0C080604)  # bytes 2q of the E2M1 codes 0..7
+DOUBT = (
+    2.0**-12
+)  # of the squared scale: above what the specified order of operations can be off by, see `_four_over_six`
 
 
 def to_floats(o, words, dtype: str):
@@ -65,39 +71,46 @@ def e4m3_words(o, values):
     return [o.prmt(pairs[i], pairs[i + 1], 0x5410) for i in range(0, len(pairs), 2)]
 
 
-def round_e2m1(o, a):
-    """(r, T) of the module docstring for 0 <= a < 7."""
-    t = o.float(o.bits(o.fmax(a, o.F(1.0))) & INF)
-    return o.fma(t, o.F(ROUND), a), t
+def _round_e2m1(o, y):
+    """(r, M) of the module docstring for |y| < 7."""
+    m = o.fma(o.float(o.bits(y) & 0x40800000), o.F(SLOPE), o.F(BASE))
+    return o.abs(y) + m, m
 
 
 def round_saturated(o, y):
-    """r of the module docstring for any y."""
-    return round_e2m1(o, o.fmin(o.abs(y), o.F(6.0)))[0]
+    """r of the module docstring for any y but NaN."""
+    return _round_e2m1(o, o.fmin(o.abs(y), o.F(6.0)))[0]
 
 
-def e2m1_words(o, rounded, signs):
-    """Packed codes, eight to a word, from r of `round_e2m1` and the words of `sign_words`."""
+def e2m1_words(o, rounded, sixteen=16):
+    """Codes of the magnitudes, eight to a word, from r of `_round_e2m1`."""
     out = []
-    codes = [o.bits(r) + (o.bits(r) >> 22) for r in rounded]
-    halves = []
-    for i in range(0, len(codes), 4):
-        low = o.prmt(o.prmt(codes[i], codes[i + 1], 0x0040), o.prmt(codes[i + 2], codes[i + 3], 0x0040), 0x5410)
-        nibbles = (low & 0x07070707) | ((signs[i // 4] >> 4) & 0x08080808)
-        halves.append(nibbles | (nibbles >> 4))  # bytes 0 and 2 hold two codes each
-    for i in range(0, len(halves), 2):
-        out.append(o.prmt(halves[i], halves[i + 1], 0x6420))
+    for i in range(0, len(rounded), 8):
+        halves = []
+        for j in (i, i + 4):
+            half = o.bits(rounded[j + 3])
+            for k in (2, 1, 0):
+                half = o.mad(half, sixteen, o.bits(rounded[j + k]))
+            halves.append(half)
+        out.append(o.prmt(*halves, 0x5410) + 0x88878888)
     return out
 
 
-def sign_words(o, words, dtype: str):
-    """For each four values one word with their signs in bits 7, 15, 23 and 31."""
-    if dtype == "f32":
-        return [
-            o.prmt(o.prmt(words[i], words[i + 1], 0x0073), o.prmt(words[i + 2], words[i + 3], 0x0073), 0x5410)
-            for i in range(0, len(words), 4)
-        ]
-    return [o.prmt(words[i], words[i + 1], 0x7531) for i in range(0, len(words), 2)]
+def signed(o, codes, words, dtype: str):
+    """Words of eight codes with the signs of the values."""
+    out = []
+    for i, code in enumerate(codes):
+        if dtype == "f32":
+            w = words[8 * i : 8 * i + 8]
+            even, odd = (
+                o.prmt(o.prmt(w[k], w[k + 2], 0x00FB), o.prmt(w[k + 4], w[k + 6], 0x00FB), 0x5410) for k in (0, 1)
+            )
+        else:  # bytes 0 or 255 by the sign: of values 0, 2, 1, 3
+            w = words[4 * i : 4 * i + 4]
+            low, high = (o.prmt(w[k], w[k + 1], 0xFBD9) for k in (0, 2))
+            even, odd = o.prmt(low, high, 0x5410), o.prmt(low, high, 0x7632)
+        out.append(o.and_or(odd, 0x80808080, o.and_or(even, 0x08080808, code)))
+    return out
 
 
 def mx_scale(o, amax, fmt: BlockFormat):
@@ -129,6 +142,7 @@ class NvScale:
     """What a row's or tensor's NVFP4 global scale is for one thread: S and g moved to [2^8, 2^9) and its reciprocal.
 
     shift: float32 2^e with which x moves. encode: S'. sixth: S' * fl(1/6). decode: g'. amax: amax * 2^e (4-over-6).
+    hidden: 0 in a form that the assembler does not know, for constants that are better kept in registers (4-over-6).
     """
 
     def __init__(self, o, encode, decode, amax_g, *, four_over_six: bool):
@@ -140,6 +154,7 @@ class NvScale:
         if four_over_six:
             a = amax_g * self.shift
             self.amax = o.where(a < o.F(2.0**-60), o.F(0.0), a)
+            self.hidden = o.bits(encode) >> 31
 
 
 def row_scale(o, amax, e4m3_max: int):
@@ -147,93 +162,112 @@ def row_scale(o, amax, e4m3_max: int):
     top = 6 * e4m3_max
     zero = amax.same(o.U(0))
     large = o.float(o.umax(amax, o.U(float_bits(top / MAX_ENCODE))))
-    s = o.div(o.F(top), large)
+    exponent = (o.bits(large) & INF) - 0x3F800000  # divided by the fraction, so that nothing is subnormal
+    fraction = o.float(o.bits(large) - exponent)
+    s = o.float(o.bits(o.div_by(o.F(float(top)), fraction, o.rcp(fraction))) - exponent)
     s = o.where(zero, o.F(1.0), o.fmin(s, o.F(MAX_ENCODE)))
     g = o.rcp(s)
     return s, g, o.where(zero, o.F(0.0), g), large
 
 
-def _encode(o, code, nv: NvScale):
-    """Value of a block scale code and the factor that takes x to E2M1's range."""
-    s, _ = o.e4m3x2_to_float(code)
-    return s, o.where(code.same(o.U(0)), o.F(2.0**127), o.rcp(s * nv.decode) * nv.shift)
+def _encode(o, s, nv: NvScale):
+    """What takes x to E2M1's range for the block scale s (float32)."""
+    return o.where(o.bits(s).same(o.U(0)), o.F(2.0**127), o.rcp(s * nv.decode) * nv.shift)
 
 
 def nvfp4_block(o, words, dtype: str, amax, nv: NvScale, fmt: BlockFormat):
     """(packed codes, scale code) of the block that this thread's words belong to; 4-over-6 wants a whole block."""
+    if fmt.four_over_six is not None:
+        return _four_over_six(o, words, dtype, o.float(amax), nv, fmt.four_over_six)
     nan = amax >= o.U(INF)
     top = o.float(o.where(nan, o.U(0), amax))
-    if fmt.four_over_six is None:
-        code = o.e4m3x2(o.fmin(top * nv.shift * nv.sixth, o.F(448.0)), o.F(0.0))
-        _, factor = _encode(o, code, nv)
-        rounded = [round_saturated(o, v * factor) for v in to_floats(o, words, dtype)]
-        out = e2m1_words(o, rounded, sign_words(o, words, dtype))
-    else:
-        *out, code = _four_over_six(o, words, dtype, top, nv, fmt.four_over_six)
-    return [o.where(nan, o.U(0), w) for w in out], o.where(nan, o.U(0x7F), code)
+    code = o.e4m3x2(o.fmin(top * nv.shift * nv.sixth, o.F(448.0)), o.F(0.0))
+    factor = _encode(o, o.e4m3x2_to_float(code)[0], nv)
+    codes = e2m1_words(o, [round_saturated(o, v * factor) for v in to_floats(o, words, dtype)])
+    return [o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)], o.where(nan, o.U(0x7F), code)
 
 
 def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
-    """The two words of codes and the scale code of the better candidate.
+    """(the two words of codes, scale code in the lowest byte) of the better candidate.
 
-    The candidates are compared by d = (q - y) * s, in units of the decode scale, which is good to about 2^-21 of the
-    block's maximum. Where that leaves doubt, or a candidate saturates, the order of operations that defines the format
-    decides; few blocks need it.
+    Squared errors of 16-bit values: with x = rho * X * (decode scale) and integers X, the error of a candidate with
+    scale s is sum (s*q - rho*X)^2 in squared decode scales, of which sum (rho*X)^2 is the same for both. The others,
+    s^2 * sum q^2 and s * rho * sum q*X, have integer sums, exact from byte products: X is x in 16 bits with the block's
+    maximum at the top, exact down to 1/24 of it, below which q is 0 for both scales. The difference is then good to
+    1e-4 s^2, and so is the one that the specified order of operations gives. Where it is smaller than DOUBT * s^2, or a
+    value saturates or is not a number, that order is followed; one block in 1500 of normal data needs it.
     """
     moved = top * nv.shift
-    moved = o.where(moved < o.F(2.0**-60), o.F(0.0), o.fmin(moved, o.F(2.0**60)))
     base = o.div_constant(moved, 6.0) * nv.encode
-    codes = [o.e4m3x2(o.fmin(base * o.F(factor), o.F(448.0)), o.F(0.0)) for factor in (1.0, 1.5)]
-    magnitudes = to_floats(o, [w & (ABS if dtype == "f32" else 0x7FFF7FFF) for w in words], dtype)
-    rounded, errors = [], []
-    encoded = [_encode(o, code, nv) for code in codes]
-    y_top = top * encoded[0][1]
-    top_d = y_top * encoded[0][0]
-    for s, factor in encoded:
-        kept, error = [], o.F(0.0)
-        for a in magnitudes:
-            y = a * factor
-            r, t = round_e2m1(o, y)
-            kept.append(r)
-            d = o.fma(t, o.F(-ROUND), r) - y
-            error = o.fma(d, d, error) if rule.error == "mse" else error + o.abs(d)
-        rounded.append(kept)
-        errors.append(error * s * s if rule.error == "mse" else error * s)
-    six, four = errors
-    if rule.error == "mse":
-        doubt = o.fma(top_d * top_d, o.F(2.0**-23), (six + four) * o.F(2.0**-12))
-    else:
-        doubt = o.fma(top_d, o.F(2.0**-15), (six + four) * o.F(2.0**-18))
-    differ = ~codes[0].same(codes[1])
-    close = differ & (o.abs(four - six) < doubt)
-    pick = differ & (four < six)
-    chosen = [o.where(pick, a, b) for a, b in zip(rounded[1], rounded[0], strict=True)]
-    quick = [*e2m1_words(o, chosen, sign_words(o, words, dtype)), o.where(pick, codes[1], codes[0])]
+    both = o.e4m3x2(o.fmin(base, o.F(448.0)), o.fmin(base * o.F(1.5), o.F(448.0)))
+    six, four = scales = o.e4m3x2_to_float(both)
+    factors = [_encode(o, s, nv) for s in scales]
+
+    def choose(map_to_four, words_six, words_four):
+        codes = [o.where(map_to_four, b, a) for a, b in zip(words_six, words_four, strict=True)]
+        return [*signed(o, codes, words, dtype), o.where(map_to_four, both >> 8, both)]
 
     def specified():
-        again = [o.opaque(w) for w in words]  # nothing of this may be shared with, or moved into, the quick way
-        values = to_floats(o, again, dtype)
-        sixes, fours = (_specified_candidate(o, values, code, nv, rule) for code in codes)
-        pick = fours[1] < sixes[1]
-        chosen = [o.where(pick, a, b) for a, b in zip(fours[0], sixes[0], strict=True)]
-        return [*e2m1_words(o, chosen, sign_words(o, again, dtype)), o.where(pick, codes[1], codes[0])]
+        values = to_floats(o, [o.opaque(w) for w in words], dtype)  # nothing of this may be moved into the quick way
+        (r_six, error_six), (r_four, error_four) = (_specified_candidate(o, values, s, nv, rule) for s in scales)
+        *codes, scale = choose(error_four < error_six, e2m1_words(o, r_six), e2m1_words(o, r_four))
+        nan = o.bits(top) >= o.U(INF)
+        return [*(o.where(nan, o.U(0), w) for w in codes), o.where(nan, o.U(0x7F), scale)]
 
-    return o.rarely(close | (y_top >= o.F(7.0)), specified, quick)
+    if rule.error != "mse" or dtype == "f32":
+        *codes, scale = specified()
+        return codes, scale
+    exponent = o.bits(moved) >> 23
+    rho = nv.encode * o.float((exponent - 15) << 23)
+    to_fixed = six * nv.decode * o.float((o.U(269) - exponent) << 23)  # y of map-to-6 to X, which rounding makes exact
+    # A multiply-add by a known power of two becomes a shift, in the pipe of the logic instructions, which these kernels
+    # fill; a table that is a known constant is copied for each use.
+    sixteen, left = nv.hidden + 16, nv.hidden + 0x10000
+    table = [nv.hidden + t for t in DOUBLED]
+    if dtype == "bf16":
+        values = [o.float(v) for w in words for v in (o.mad(w, left, o.U(0)), w & 0xFFFF0000)]
+    else:
+        values = to_floats(o, words, dtype)
+    fixed, packed, squares, products = [], [], [], []
+    for factor in factors:
+        scaled = [o.abs(v) * factor for v in values]
+        if not fixed:  # the second constant undoes what the first leaves above bit 15
+            pair = [o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)]
+            low, high = ([o.bits(o.fma(y, to_fixed, pair[k])) for y in scaled[k::2]] for k in (0, 1))
+            fixed = [o.mad(b, left, a) for a, b in zip(low, high, strict=True)]
+        codes = e2m1_words(o, [_round_e2m1(o, y)[0] for y in scaled], sixteen)
+        square = product = o.U(0)
+        for i, half in enumerate(h for w in codes for h in (w, w >> 16)):
+            doubled = o.prmt(*table, half)
+            square = o.dot4(doubled, doubled, square)
+            product = o.dot2(fixed[2 * i], doubled, product, 0)
+            product = o.dot2(fixed[2 * i + 1], doubled, product, 1)
+        packed.append(codes)
+        squares.append(o.from_int(square))
+        products.append(o.from_int(product))
+    six_squared = six * six
+    by_squares = o.fms(four * four, squares[1], six_squared * squares[0])
+    by_products = o.fms(four, products[1], six * products[0])
+    difference = o.fms(by_squares, o.F(0.25), rho * by_products)  # error of map-to-4 less that of map-to-6
+    doubt = (six < four) & (o.abs(difference) < six_squared * o.F(DOUBT))
+    fits = top * factors[0] < o.F(7.0)
+    *codes, scale = o.rarely(doubt | ~fits, specified, choose(difference < o.F(0.0), *packed))
+    return codes, scale
 
 
-def _specified_candidate(o, values, code, nv: NvScale, rule):
+def _specified_candidate(o, values, s, nv: NvScale, rule):
     """(r of each value, error) as `reference._nv_error` has it: q*s*amax/(6M) - x, summed in element order."""
-    s, factor = _encode(o, code, nv)
-    top = o.F(6.0 * rule.e4m3_max)
-    one, three_halves = o.div(s * nv.amax, top), o.div(o.F(1.5) * s * nv.amax, top)
+    factor = _encode(o, s, nv)
+    top = 6.0 * rule.e4m3_max
+    one, three_halves = o.div_constant(s * nv.amax, top), o.div_constant(o.F(1.5) * s * nv.amax, top)
     total, kept = o.F(0.0), []
     for v in values:
-        r, t = round_e2m1(o, o.fmin(o.abs(v * factor), o.F(6.0)))
-        q = o.fma(t, o.F(-ROUND), r)
-        odd = o.bits(q).same(o.bits(t * o.F(1.5)))
-        d = o.where(odd, t * three_halves, q * one) - o.abs(v) * nv.shift
-        term = o.abs(d) if rule.error == "mae" else o.mul_rounded(d, d)
-        total = total + term
+        r, m = _round_e2m1(o, o.fmin(o.abs(v * factor), o.F(6.0)))
+        q = r - m
+        power = o.bits(q) & INF  # q is a power of two or 1.5 times one
+        value = o.where(power.same(o.bits(q)), q * one, o.float(power) * three_halves)
+        d = value - o.abs(v) * nv.shift
+        total = total + (o.abs(d) if rule.error == "mae" else o.mul_rounded(d, d))
         kept.append(r)
     return kept, total
 
@@ -248,9 +282,9 @@ def encode_unit(o, words, dtype: str, values, lanes: int, nv: NvScale | None, fm
     scaled = [v * factor for v in values]
     if fmt.element == "e4m3":
         return e4m3_words(o, scaled), scale
-    rounded = [round_saturated(o, y) for y in scaled]
+    codes = e2m1_words(o, [round_saturated(o, y) for y in scaled])
     nan = scale.same(o.U(255))
-    return [o.where(nan, o.U(0), w) for w in e2m1_words(o, rounded, sign_words(o, words, dtype))], scale
+    return [o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)], scale
 
 
 def swiglu(o, gate, up, activation: str, alpha: float, limit: float):
