@@ -29,7 +29,6 @@ from .plot import bars
 SHAPES = ((16384, 7168), (8192, 4096), (128, 7168))
 QUANTISED = ("mxfp8", "mxfp4", "fp8_128", "fp8_128_ue8m0", "nvfp4", "nvfp4_token", "nvfp4_4o6", "nvfp4_token_4o6")
 DEQUANTISED = ("mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token")
-PEERS = ("mxfp8", "nvfp4")  # formats that torch.compile is asked for
 FEW_ROWS = 256
 SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 
@@ -103,10 +102,8 @@ def _quantise(name: str, sets, record, smoke: bool) -> Record:
     rows, columns = sets[0].shape
     taken = seconds(lambda x: quantize(x, name, global_scale=g), sets, smoke=smoke)
     peers = {"plain XLA": seconds(functools.partial(quantize_peers.plain_xla, name=name), sets, smoke=smoke)}
-    if name in PEERS and rows > FEW_ROWS and not smoke:
-        compiled = quantize_peers.torch_seconds(name, rows, columns)
-        if compiled is not None:
-            peers["torch.compile"] = compiled
+    if rows > FEW_ROWS and not smoke:
+        peers |= quantize_peers.torch_seconds(name, rows, columns)
     sample = sets[0][:64]
     q = jax.jit(lambda x: quantize(x, name, global_scale=g))(sample)
     reference = jax.jit(lambda x: quantize(x, name, global_scale=g, implementation="reference"))(sample)

@@ -73,8 +73,9 @@ def plain_xla_inverse(q: QTensor) -> jax.Array:
     return (value * scale[..., None]).reshape(q.shape).astype(jnp.bfloat16)
 
 
-def _torch_function(torch: Any, name: str) -> Any:
-    fmt = FORMATS[name]
+def _torch_functions(torch: Any) -> dict[str, Any]:
+    """Quantisation in plain torch operations, by format."""
+    fmt = FORMATS["nvfp4"]
 
     def mxfp8(x):
         blocks = x.float().reshape(x.shape[0], -1, 32)
@@ -98,18 +99,42 @@ def _torch_function(torch: Any, name: str) -> Any:
         code |= torch.signbit(y).to(torch.uint8) << 3
         return code[:, 0::2] | (code[:, 1::2] << 4), scale
 
-    return {"mxfp8": mxfp8, "nvfp4": nvfp4}[name]
+    return {"mxfp8": torch.compile(mxfp8), "nvfp4": torch.compile(nvfp4)}
 
 
-def torch_seconds(name: str, rows: int, columns: int) -> float | None:
-    """Median seconds of torch.compile'd quantisation of [rows, columns] bfloat16; None without torch and CUDA."""
+def _torchao_functions(torch: Any) -> dict[str, Any]:
+    """torchao's: its Triton kernel for FP8, its compiled tensor code for the others (its kernels for these want
+    Blackwell)."""
+    from torchao.kernel.blockwise_quantization import fp8_blockwise_act_quant
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    mxfp8 = torch.compile(lambda x: to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL))
+    scale = torch.tensor(5.5 / (6 * FORMATS["nvfp4"].e4m3_max), device="cuda")
+    nvfp4 = torch.compile(lambda x: nvfp4_quantize(x, 16, scale))
+    return {"mxfp8": mxfp8, "nvfp4": nvfp4, "fp8_128": fp8_blockwise_act_quant}
+
+
+def torch_seconds(name: str, rows: int, columns: int) -> dict[str, float]:
+    """Median seconds of the torch peers' quantisation of [rows, columns] bfloat16, those that can run here."""
     try:
         import torch
     except ImportError:
-        return None
+        return {}
     if not torch.cuda.is_available():
-        return None
-    run = torch.compile(_torch_function(torch, name))
+        return {}
+    out = {}
+    for peer, functions in (("torch.compile", _torch_functions), ("torchao", _torchao_functions)):
+        try:
+            run = functions(torch).get(name)
+        except ImportError:
+            continue
+        if run is not None:
+            out[peer] = _torch_time(torch, run, rows, columns)
+    return out
+
+
+def _torch_time(torch: Any, run: Any, rows: int, columns: int) -> float:
     sets = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(TORCH_SETS)]
     for x in sets[:2]:
         run(x)
