@@ -26,7 +26,16 @@ from .scales import uniform_global_scale as uniform_global_scale
 from .two_sided import TwoSided
 
 BACKENDS: dict[str, Backend] = {
-    b.name: b for b in (Local(), AllGatherReduceScatter(), TwoSided(), OneSided(), Ragged(), LowLatency(), NixlEP())
+    b.name: b
+    for b in (
+        Local(),
+        AllGatherReduceScatter(),
+        TwoSided(),
+        OneSided(),
+        Ragged(),
+        LowLatency(),
+        NixlEP(),
+    )
 }
 ALIASES: dict[str, str] = {alias: b.name for b in BACKENDS.values() for alias in b.aliases}
 
