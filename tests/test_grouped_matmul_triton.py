@@ -89,7 +89,7 @@ def test_on_a_cpu_it_refuses_before_anything_of_triton_is_imported():
 @needs_triton
 @pytest.mark.slow
 def test_the_interpreter_agrees_with_float32_for_ragged_sizes():
-    errors = run("triton_interpreter.py")
+    errors = run("triton_interpreter.py", "matmul")
     assert len(errors) == 21
     for name, error in errors.items():
         assert error < 4e-3, name
@@ -99,7 +99,7 @@ def test_the_interpreter_agrees_with_float32_for_ragged_sizes():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 def test_it_compiles_to_machine_code_without_spills_and_fits_the_shared_memory(capability):
-    report = run("aot_triton.py", str(capability))
+    report = run("aot_triton.py", "matmul", str(capability))
     assert len(report) == 68
     for name, (registers, spilled, shared) in report.items():
         assert 16 <= registers <= 255 and spilled == 0 and shared <= SHARED[capability], (

@@ -1,4 +1,5 @@
-"""Runs the Triton grouped matmul in Triton's interpreter; prints one JSON line {"CASE": relative error, ...}.
+"""Runs the Triton kernels in Triton's interpreter; `python triton_interpreter.py matmul|quantize` prints one JSON line,
+{"CASE": relative error, ...} or {"CASE": [bytes that differ from the reference, distinct bytes], ...}.
 
 Triton decides at import time whether it interprets, hence a process of its own. The interpreter knows neither inline
 assembly nor BF16 arithmetic, and takes torch tensors: all three are replaced here, by jnp's results and by numpy.
@@ -6,6 +7,7 @@ assembly nor BF16 arithmetic, and takes torch tensors: all three are replaced he
 
 import json
 import os
+import sys
 
 os.environ.update(TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
 
@@ -18,7 +20,8 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from pallas_kernels.grouped_matmul import portable, triton_entry, triton_sm80
-from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
+from pallas_kernels.quantize import QTensor, dequantize, get_format, quantize, quantize_weights, reference
+from pallas_kernels.quantize import triton_sm80 as triton_quantize
 
 BF16 = ml_dtypes.bfloat16
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint8": "u8"}
@@ -108,10 +111,10 @@ def e2m1(data):
     return tl.interleave(e2m1_half(byte & 15), e2m1_half(byte >> 4))
 
 
-def call(*args, kernel, out_shape, grid, num_warps, num_stages, compute_capability, **meta):
-    out = Tensor(np.full(out_shape.shape, np.nan, out_shape.dtype))
-    kernel[grid](*(Tensor(np.array(a)) for a in args), out, **meta)
-    return jnp.asarray(out.array)
+def call(*args, kernel, out_shape, grid, num_warps, compute_capability, num_stages=0, enable_fp_fusion=True, **meta):
+    outs = [Tensor(np.full(s.shape, 255).astype(s.dtype)) for s in jax.tree.leaves(out_shape)]
+    kernel[grid](*(Tensor(np.array(a)) for a in args), *outs, **meta)
+    return jax.tree.unflatten(jax.tree.structure(out_shape), [jnp.asarray(out.array) for out in outs])
 
 
 def relative(a, b):
@@ -119,10 +122,8 @@ def relative(a, b):
     return float(np.linalg.norm(a - b) / np.linalg.norm(b) if b.any() else np.abs(a).max(initial=0.0))
 
 
-def main():
-    teach_the_interpreter()
+def matmul():
     triton_sm80._e4m3, triton_sm80._e2m1 = e4m3, e2m1
-    triton_sm80.jax_triton.triton_call = call
     triton_sm80._capability = lambda: 80
     rng = np.random.default_rng(0)
 
@@ -165,8 +166,47 @@ def main():
         y = triton_entry.forward(q, w, sizes, config=config, **options)
         expected = portable.grouped_matmul(dequantize(q, jnp.float32), w.astype(jnp.float32), sizes, **exact)
         errors[f"mxfp8 rows {k}"] = relative(y, expected)
-    print(json.dumps(errors))
+    return errors
+
+
+def hostile(rng, rows, k, dtype):
+    """Values of every exponent, ties of the elements, zeros of both signs, subnormals, infinities and NaN."""
+    x = rng.standard_normal((rows, k), np.float32) * np.exp2(rng.integers(-30, 30, (rows, 1)).astype(np.float32))
+    x[1] = rng.integers(0, 2**32, k, np.uint32).view(np.float32)
+    x[2] = 0.25 * rng.integers(-30, 30, k)
+    x[3, ::2], x[3, 1::2] = 0.0, -0.0
+    x[4] *= np.float32(1e-40) / np.abs(x[4]).max()
+    x[5, ::70], x[6, ::90] = np.nan, np.inf
+    x[7] = np.float32(448) * rng.integers(-8, 9, k) / 8
+    with np.errstate(over="ignore"):
+        return jnp.asarray(x.astype(jnp.dtype(dtype)))
+
+
+def quantizing():
+    rng, report = np.random.default_rng(0), {}
+    formats = ("mxfp8", "mxfp8_floor", "mxfp4", "mxfp4_floor", "fp8_128", "fp8_128_ue8m0", "nvfp4", "nvfp4_token")
+    for dtype in ("bfloat16", "float32"):
+        x = hostile(rng, 33, 384, dtype)
+        for fmt in formats:
+            options = {"": {}}
+            if fmt == "nvfp4":
+                options |= {" given": dict(global_scale=jnp.float32(0.0123)), " swizzled": dict(layout="swizzled")}
+            for label, kw in options.items():
+                ours = triton_quantize.quantize(x, get_format(fmt), **kw)
+                expected = jax.jit(lambda x, fmt=fmt, kw=kw: reference.quantize(x, fmt, **kw))(x)
+                differ, seen = 0, 0
+                for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+                    assert a.shape == b.shape and a.dtype == b.dtype, (fmt, label, a.shape, b.shape, a.dtype, b.dtype)
+                    a, b = (np.atleast_1d(np.asarray(v)) for v in (a, b))
+                    nan = np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32))  # float32 NaN of any bits
+                    bytes_a, bytes_b = (v.view(np.uint8).reshape(*v.shape, -1) for v in (a, b))
+                    differ += int(np.sum((bytes_a != bytes_b).any(axis=-1) & ~nan))
+                    seen = max(seen, len(np.unique(bytes_b)))
+                report[f"{fmt}{label} {dtype}"] = [differ, seen]
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    teach_the_interpreter()
+    triton_sm80.jax_triton.triton_call = call
+    print(json.dumps({"matmul": matmul, "quantize": quantizing}[sys.argv[1]]()))

@@ -5,25 +5,16 @@ Letters: M rows, K contraction, N columns, G groups.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 
+from ..optional_triton import missing as missing
 from ..quantize import FORMATS, QTensor, dequantize
 from . import portable
 
 _HALF = ("bfloat16", "float16")
 _OUT = (*_HALF, "float32")
 OLDEST = (8, 0)  # compute capability; BF16 on the matrix unit and asynchronous copies begin there
-
-
-@functools.cache
-def missing() -> str | None:
-    """Why the kernels cannot be loaded, or None."""
-    absent = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
-    return f"{' and '.join(absent)} cannot be imported: pip install 'jmoe[triton]'" if absent else None
 
 
 def why_not(problem) -> str | None:
