@@ -45,6 +45,9 @@ def test_gather_kernel_moves_whole_rows_and_fills_zeros(rng, dtype, columns):
     x = jnp.asarray(rng.integers(1, 100, (13, columns)), dtype)
     source = jnp.asarray(rng.integers(-1, 13, 50), jnp.int32)
     np.testing.assert_array_equal(mosaic_rows.run_gather(x, source), _take(x, source))
+    bare = np.asarray(mosaic_rows.run_gather(x, source, fill=False))
+    np.testing.assert_array_equal(bare[source >= 0], _take(x, source)[source >= 0])
+    assert (bare[source < 0].view(np.uint8) == permute_emulator.POISON).all()
 
 
 @pytest.mark.parametrize("dtype,out", [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])

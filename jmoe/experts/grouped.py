@@ -172,7 +172,7 @@ def _input_rows(x, order, params, config, spec, quantize_input, straight_through
     """The first matmul's input in expert order, and the float array that takes its gradient."""
 
     def sort(a):
-        return gather_rows(a, order.source, order.position)
+        return gather_rows(a, order.source, order.position, fill=False)  # no matmul reads past the last place
 
     through = straight_through if isinstance(x, QTensor) or not quantize_input else x
     through = None if through is None else sort(through)

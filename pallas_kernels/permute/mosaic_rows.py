@@ -23,12 +23,13 @@ _FILL = 132 * 2048  # threads that fill an H200
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """places M of rows of `row_bytes`; a piece is `words` words, `pieces` of them to a thread."""
+    """places M of rows of `row_bytes`; a piece is `words` words, `pieces` of them to a thread. fill: zeros for none."""
 
     places: int
     row_bytes: int
     words: int
     pieces: int
+    fill: bool
 
     @property
     def per_row(self) -> int:
@@ -63,10 +64,11 @@ def gather(o: Thread, t: Gather, refs: dict[str, Pointer]):
         inside = place < U(t.places)
         source = refs["source"].at(place, 4).load(1, inside)[0]
         full = inside & ~source.same(U(NOTHING))
-        moves.append((place, piece, inside, refs["x"].at(source, t.row_bytes, piece * (4 * t.words)), full))
+        wanted = inside if t.fill else full
+        moves.append((place, piece, wanted, refs["x"].at(source, t.row_bytes, piece * (4 * t.words)), full))
     values = [at.load(t.words, full) for *_, at, full in moves]
-    for (place, piece, inside, _, _), value in zip(moves, values, strict=True):
-        refs["out"].at(place, t.row_bytes, piece * (4 * t.words)).store(value, inside)
+    for (place, piece, wanted, _, _), value in zip(moves, values, strict=True):
+        refs["out"].at(place, t.row_bytes, piece * (4 * t.words)).store(value, wanted)
 
 
 def combine(o: Thread, t: Combine, refs: dict[str, Pointer]):
@@ -125,14 +127,14 @@ def _blocks(pieces: int, per_thread: int) -> int:
     return -(-pieces // (THREADS * per_thread))
 
 
-@jax.jit
-def run_gather(x: jax.Array, source: jax.Array) -> jax.Array:
-    """x [N, D], source int32 [M] with -1 for none -> [M, D], zeros there."""
+@functools.partial(jax.jit, static_argnames="fill")
+def run_gather(x: jax.Array, source: jax.Array, *, fill: bool = True) -> jax.Array:
+    """x [N, D], source int32 [M] with -1 for none -> [M, D], zeros there (not written, without `fill`)."""
     row_bytes, places = x.dtype.itemsize * x.shape[1], source.shape[0]
     words = next(w for w in (4, 2, 1) if row_bytes % (4 * w) == 0)
     count = places * row_bytes // (4 * words)
     pieces = next(p for p in (4, 2, 1) if p == 1 or count >= p * _FILL)
-    task = Gather(places, row_bytes, words, pieces)
+    task = Gather(places, row_bytes, words, pieces, fill)
     out = {"out": jax.ShapeDtypeStruct((places, x.shape[1]), x.dtype)}
     operands = {"x": x, "source": source}
     blocks = _blocks(count, pieces)

@@ -30,24 +30,29 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(keep, taken, jnp.zeros((), x.dtype))
 
 
-def _take_rows(x: jax.Array, index: jax.Array, implementation: str | None) -> jax.Array:
-    """`_take` of whole rows, index [M]."""
+def _take_rows(x: jax.Array, index: jax.Array, fill: bool, implementation: str | None) -> jax.Array:
+    """`_take` of whole rows, index [M]; without `fill`, rows of index -1 may hold anything."""
     why = mosaic_rows.gather_obstacle(x, index.shape[0]) if x.ndim == 2 else f"x has {x.ndim} axes"
     why = why or environment_obstacle()
-    return pick("gather", implementation, why, lambda a: mosaic_rows.run_gather(*a), lambda a: _take(*a), (x, index))
+
+    def kernel(args):
+        return mosaic_rows.run_gather(*args, fill=fill)
+
+    return pick("gather", implementation, why, kernel, lambda args: _take(*args), (x, index))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(implementation, x, source, position):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(fill, implementation, x, source, position):
     del position
-    return _take_rows(x, source, implementation)
+    return _take_rows(x, source, fill, implementation)
 
 
-def _gather_fwd(implementation, x, source, position):
-    return _gather(implementation, x, source, position), position
+def _gather_fwd(fill, implementation, x, source, position):
+    return _gather(fill, implementation, x, source, position), position
 
 
-def _gather_bwd(implementation, position, dy):
+def _gather_bwd(fill, implementation, position, dy):
+    del fill
     ones = jnp.ones(position.shape, jnp.float32)
     return _weighted_sum(dy, position, ones, dy.dtype.name, implementation), None, None
 
@@ -58,18 +63,21 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 Rows = TypeVar("Rows", jax.Array, QTensor)
 
 
-def gather_rows(x: Rows, source: jax.Array, position: jax.Array, *, implementation: str | None = None) -> Rows:
+def gather_rows(
+    x: Rows, source: jax.Array, position: jax.Array, *, fill: bool = True, implementation: str | None = None
+) -> Rows:
     """Rows in expert order: x [N, D] -> [M, D], zeros where source is -1.
 
     Arguments:
         x: float array, or a row-wise QTensor, of which every part is moved (the values of padding rows are never read).
         source: int32 [M], position: int32 [N, K], both of `sort_by_expert`.
+        fill: False where nobody reads the rows of -1: they may then hold anything, and cost nothing.
         implementation: "mosaic_sm90", "xla" or None for the best that can.
 
     The gradient of a row is the float32 sum over its K places, in their order. A QTensor is a constant.
     """
     if not isinstance(x, QTensor):
-        return _gather(implementation, x, source, position)
+        return _gather(fill, implementation, x, source, position)
     if x.format.block_rows != 1 or x.layout != "row_major":
         raise ValueError(
             f"Rows of a QTensor with format {x.format.name!r} and layout={x.layout!r} cannot be moved one by one; it "
@@ -78,8 +86,8 @@ def gather_rows(x: Rows, source: jax.Array, position: jax.Array, *, implementati
     scale = x.global_scale
     return dataclasses.replace(
         x,
-        data=_take_rows(x.data, source, implementation),
-        block_scale=_take_rows(x.block_scale, source, implementation),
+        data=_take_rows(x.data, source, fill, implementation),
+        block_scale=_take_rows(x.block_scale, source, fill, implementation),
         global_scale=_take(scale, source) if scale is not None and scale.ndim else scale,
     )
 
