@@ -25,15 +25,16 @@ from .mosaic_sm90 import (
     as_views,
     compiler_params,
     drain,
-    follow,
-    lead_on,
     load_rows,
+    nth_tile,
     num_sms,
+    prefetch,
     row_views,
     shares,
     store_box,
     store_rows,
     swizzled,
+    tiles_of_block,
     walk,
 )
 from .schedule import Schedule, each_tile, num_tiles, read_boxes
@@ -44,14 +45,19 @@ _TILE_N = 128  # columns of a tile, under one scale of the weights
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
-    """Tiles of block_m x 128. cluster, band, stages, out_slots, lead: as in mosaic_sm90.Config."""
+    """Tiles of block_m x 128. cluster, band, stages, out_slots, prefetch: as in mosaic_sm90.Config.
+
+    turns: the warpgroups issue their products strictly one after the other. Left alone they fall into step, and both
+    wait for the matrix unit, then both scale while it idles.
+    """
 
     block_m: int = 256
     stages: int = 4
     cluster: int = 1
     band: int = 0
     out_slots: int = 2
-    lead: int = 0
+    turns: bool = True
+    prefetch: int = 0
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -59,7 +65,25 @@ class Fp8Config:
             raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
 
 
-def _product(a, b, *, interpret: bool) -> jax.Array:
+#: Hardware barriers of the two multiplying warpgroups' turns; Mosaic itself takes 0 and one for each warpgroup.
+_TURN = 8
+
+
+def _first_turn(wg, end: bool = False):
+    """The second warpgroup gives the first its first turn; at the end the first takes the one that is left."""
+    from jax.experimental.mosaic import gpu as mgpu
+
+    name = "sync" if end else "arrive"
+
+    @plgpu.inline_mgpu()
+    def give(ctx):
+        del ctx
+        mgpu.utils.inline_ptx(f"bar.{name} {_TURN}, {CONSUMERS * 128};", has_side_effects=True)
+
+    pl.when(wg == (0 if end else 1))(give)
+
+
+def _product(a, b, *, turns: bool, interpret: bool) -> jax.Array:
     """a [64, 128] times b [C, 128] transposed, both in shared memory: [64, C] in registers.
 
     The first of the four instructions overwrites the accumulator. Pallas' own would add to one that has to be zeroed
@@ -96,12 +120,13 @@ def _product(a, b, *, interpret: bool) -> jax.Array:
         )
         one = ir.VectorType.get((1,), ir.F32Type.get())
         count = columns // 2
-        text = _ptx(columns, a_step[1][0] >> 4, b_step[1][0] >> 4)
+        text = _ptx(columns, a_step[1][0] >> 4, b_step[1][0] >> 4, turns)
+        wg = mgpu.utils.warpgroup_idx(sync=False)
         struct = llvm.inline_asm(
             llvm.StructType.get_literal([one] * count),
-            [a_start, b_start],
+            [a_start, b_start, wg],
             text,
-            ",".join(["=f"] * count + ["l", "l"]),
+            ",".join(["=f"] * count + ["l", "l", "r"]),
             has_side_effects=True,
         )
         registers = np.empty((count,), dtype=object)
@@ -116,22 +141,28 @@ def _product(a, b, *, interpret: bool) -> jax.Array:
     return multiply(a, b)  # pyright: ignore[reportReturnType]
 
 
-def _ptx(columns: int, a_step: int, b_step: int) -> str:
+def _ptx(columns: int, a_step: int, b_step: int, turns: bool) -> str:
     """128 columns of K in four instructions, waited for. Steps are those of the matrix descriptors."""
+    both = CONSUMERS * 128
     count = columns // 2
     sums = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     lines = [
-        "{ .reg .pred p; .reg .b64 a, b;",
+        "{ .reg .pred p; .reg .b64 a, b; .reg .b32 turn;",
         f"mov.b64 a, ${count}; mov.b64 b, ${count + 1};",
-        "setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;",
     ]
+    if turns:
+        lines.append(f"add.u32 turn, ${count + 2}, {_TURN}; bar.sync turn, {both};")
+    lines.append("setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;")
     for i in range(4):
         if i:
             lines.append(f"add.s64 a, a, {a_step}; add.s64 b, b, {b_step};")
         if i == 1:
             lines.append("setp.eq.b32 p, 0, 0;")
         lines.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {sums}, a, b, p, 1, 1;")
-    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
+    lines.append("wgmma.commit_group.sync.aligned;")
+    if turns:
+        lines.append(f"xor.b32 turn, turn, 1; bar.arrive turn, {both};")
+    return "\n".join([*lines, "wgmma.wait_group.sync.aligned 0; }"])
 
 
 def _body(
@@ -146,7 +177,6 @@ def _body(
     out_smem,
     full,
     empty,
-    ahead=None,
     *,
     config: Fp8Config,
     zero_tail,
@@ -161,11 +191,10 @@ def _body(
     n_tiles = pl.cdiv(n, _TILE_N * c.cluster)
     wg = lax.axis_index("wg")
     num_m = num_tiles(schedule, x.shape[0], c.block_m, zero_tail=zero_tail)
-    blocks = lax.axis_size("block")
-    my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
+    my_tiles = tiles_of_block(num_m * n_tiles)
 
     def tile_at(i):
-        m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
+        m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
         return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
@@ -174,8 +203,12 @@ def _body(
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        def per_tile(tile, step):
+        def weights(weight, n_tile, j):
+            return [w.at[weight, pl.ds(n_tile * _TILE_N, _TILE_N), pl.ds(j * _BLOCK, _BLOCK)]]
+
+        def per_tile(i, tile, step):
             weight, first, last, boxes, _, n_tile = tile
+            following = tile_at(i + 1)
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -191,13 +224,15 @@ def _body(
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
                     needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
-                columns = pl.ds(n_tile * _TILE_N, _TILE_N)
-                plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(weights(weight, n_tile, j)[0], b_smem.at[slot], full.at[slot])
+                if c.prefetch and not interpret:
+                    prefetch(weights, tile, following, j + c.prefetch, k_steps)
                 return step + 1
 
-            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
+            return following, lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
+        _, steps = lax.fori_loop(0, my_tiles, lambda i, carry: per_tile(i, *carry), (tile_at(0), jnp.int32(0)))
+        drain(steps, c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
@@ -224,13 +259,11 @@ def _body(
                 step, (scale, row_scales), totals = carry
                 slot = lax.rem(step, c.stages)
                 following = scales_of(j + 1)
-                if c.lead:
-                    lead_on(wg, ahead, step == c.lead)
                 plgpu.barrier_wait(full.at[slot])
                 new = []
                 for i, (box, first_column, columns) in enumerate(work):
                     a, b = a_smem.at[slot, pl.ds(box * BOX, BOX)], b_smem.at[slot, pl.ds(first_column, columns)]
-                    part = _product(a, b, interpret=interpret)
+                    part = _product(a, b, turns=c.turns, interpret=interpret)
                     if i + 1 == len(work):
                         arrive(empty.at[slot], cluster=c.cluster, interpret=interpret)
                     new.append(totals[i] + part * lax.broadcast_in_dim(row_scales[i] * scale, part.shape, (0,)))
@@ -261,11 +294,12 @@ def _body(
                 pl.when(tile[3] == boxes)(functools.partial(tile_of, boxes, tile, step, steps))
             return step + steps
 
-        if c.lead:
-            follow(wg, ahead)
-        end = each_tile(my_tiles, tile_at, per_tile)
-        if c.lead:
-            lead_on(wg, ahead, end <= c.lead)
+        turns = c.turns and not interpret
+        if turns:
+            _first_turn(wg)
+        each_tile(my_tiles, tile_at, per_tile)
+        if turns:
+            _first_turn(wg, end=True)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -311,7 +345,6 @@ def grouped_matmul_fp8(
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
             full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 1, num_barriers=c.stages),
             empty=empty,
-            **(dict(ahead=plgpu.Barrier()) if c.lead else {}),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),

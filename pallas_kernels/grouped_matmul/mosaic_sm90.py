@@ -38,7 +38,9 @@ class Config:
     block_m, block_n, block_k: output tile of a block and the depth of one stage (elements). cluster: blocks that share
     the rows they load through TMA multicast, adjacent along N. band: columns of tiles walked together before moving
     along N (0: all), which decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins
-    before the other, so that one stores while the other multiplies; less than stages.
+    before the other, so that one stores while the other multiplies; less than stages. prefetch: steps ahead of the
+    copies at which weights are called into the L2 cache.
+
     """
 
     block_n: int = 256
@@ -49,6 +51,7 @@ class Config:
     block_m: int = 128
     out_slots: int = 2
     lead: int = 0
+    prefetch: int = 0
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -139,6 +142,15 @@ def arrive(barrier, *, cluster: int, interpret: bool):
     plgpu.barrier_arrive(barrier)
 
 
+def prefetch(windows, tile, following, step, k_steps: int):
+    """Calls windows(weight, n_tile, step) into the L2 cache; a step past this tile's last is one of the next tile."""
+    here = step < k_steps
+    weight, n_tile = (jnp.where(here, tile[i], following[i]) for i in (0, -1))
+    step = jnp.where(here, step, step - k_steps)
+    for window in windows(jnp.maximum(weight, 0), n_tile, jnp.minimum(step, k_steps - 1)):
+        plgpu.async_prefetch(window, predicate=(weight >= 0) & (step < k_steps))
+
+
 def follow(wg, ahead):
     """Has the second multiplying warpgroup wait for `lead_on` of the first."""
     pl.when(wg == 1)(lambda: plgpu.barrier_wait(ahead))
@@ -157,6 +169,18 @@ def drain(steps, stages: int, empty):
         return ()
 
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, ())
+
+
+def nth_tile(i):
+    """Index of a block's i-th tile. Every second round goes backwards: rounds of unequal tiles even out."""
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    return i * blocks + jnp.where(lax.rem(i, 2) == 1, blocks - 1 - block, block)
+
+
+def tiles_of_block(count):
+    """How many of `count` tiles a block has."""
+    rounds = lax.div(count, lax.axis_size("block"))
+    return rounds + jnp.where(nth_tile(rounds) < count, 1, 0)
 
 
 def walk(index, num_m, num_n: int, band: int):
@@ -244,11 +268,10 @@ def _body(
     n_tiles = pl.cdiv(n, tile_n * c.cluster)
     wg = lax.axis_index("wg")
     num_m = num_tiles(schedule, x.shape[0], c.block_m, zero_tail=zero_tail)
-    blocks = lax.axis_size("block")
-    my_tiles = lax.div(num_m * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
+    my_tiles = tiles_of_block(num_m * n_tiles)
 
     def tile_at(i):
-        m_tile, n_tile = walk(lax.axis_index("block") + i * blocks, num_m, n_tiles, c.band)
+        m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
         return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
@@ -257,9 +280,15 @@ def _body(
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        def per_tile(tile, step):
+        def weights(weight, n_tile, j):
+            ks, columns = pl.ds(j * c.block_k, c.block_k), pl.ds(n_tile * tile_n, tile_n)
+            if transposed:
+                return [w.at[weight, ks, columns]]
+            return [w.at[weight, part, columns, ks] for part in range(parts)] if gate else [w.at[weight, columns, ks]]
+
+        def per_tile(i, tile, step):
             weight, first, last, boxes, _, n_tile = tile
-            col = n_tile * tile_n
+            following = tile_at(i + 1)
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -275,20 +304,17 @@ def _body(
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
                     needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
-                columns = pl.ds(col, tile_n)
-                if transposed:
-                    plgpu.copy_gmem_to_smem(w.at[weight, ks, columns], b_smem.at[slot], full.at[slot])
-                elif gate:
-                    for part in range(parts):
-                        target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)]
-                        plgpu.copy_gmem_to_smem(w.at[weight, part, columns, ks], target, full.at[slot])
-                else:
-                    plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
+                for part, window in enumerate(weights(weight, n_tile, j)):
+                    target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)] if gate else b_smem.at[slot]
+                    plgpu.copy_gmem_to_smem(window, target, full.at[slot])
+                if c.prefetch and not interpret:
+                    prefetch(weights, tile, following, j + c.prefetch, k_steps)
                 return step + 1
 
-            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
+            return following, lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
+        _, steps = lax.fori_loop(0, my_tiles, lambda i, carry: per_tile(i, *carry), (tile_at(0), jnp.int32(0)))
+        drain(steps, c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
