@@ -1,4 +1,4 @@
-"""Makes what is measured or computed in the documentation: the README's tables and picture, docs/support.md, docs/figures.md.
+"""Makes what is measured or computed in the documentation: tables and picture of the README, and two pages of docs/.
 
 Sources: docs/figures/*.json, each written by `python -m jmoe bench NAME --json docs/figures/NAME.json` on GPUs (`-` in
 NAME becomes `_`), and jmoe's own rules (`jmoe.support`). Text between `<!-- made: NAME -->` and `<!-- end: NAME -->` is
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
 PICTURE = FIGURES / "throughput.png"
 
-# What the README shows of each benchmark, in this order: patterns of a record's name and case. A pattern shows the first
-# record that fits it, so that every line stands for one figure of one run. docs/figures.md has all of them.
+# What the README shows of each benchmark, in this order: patterns of a record's name and case. A pattern shows the
+# first record that fits, so that every line stands for one figure of one run. docs/figures.md has all of them.
 HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
     "quantize": (
         (r"quantise mxfp8$", r"^16384x7168"),
@@ -51,6 +51,7 @@ HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
     "layer": ((r".", r"T=8192"), (r".", r"T=64\b"), (r".", r"T=1\b")),
     "model": ((r"prefill", r"."), (r"decode", r"batch 1\b"), (r"decode", r"batch 64\b")),
 }
+JMOE, PEERS = "#1b6ca8", ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b")  # colours
 MOST = 8  # lines of a benchmark without headlines that fit
 
 
@@ -96,7 +97,13 @@ def number(value: float | None) -> str:
 def duration(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return (
+        f"{seconds * 1e6:.3g} us"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.3g} s"
+    )
 
 
 def peers(r: Record) -> dict[str, float]:
@@ -143,7 +150,7 @@ def all_figures_text(runs: dict[str, list[Record]]) -> str:
         errors = ", ".join(dict.fromkeys(r.error_name for r in records if r.error_name))
         parts += [
             f"## {bench}",
-            f"{BENCHES[bench][0].upper()}{BENCHES[bench][1:]}. {where(records)}." + (f" error: {errors}." if errors else ""),
+            f"{BENCHES[bench]} ({where(records)})" + (f"; error: {errors}" if errors else ""),
             table(FIGURE_HEAD, [figure_row(r) for r in records]),
         ]
     return "\n\n".join(parts)
@@ -156,7 +163,7 @@ def _name(fmt: str | None) -> str:
 def support_text() -> str:
     """The README's support matrix: backends by formats, and what does the work on each architecture."""
     hopper = "Hopper"
-    rows, notes = [], []
+    rows = []
     for backend in support.backends():
         cells = [support.exchange(backend, fmt, hopper) for fmt in support.ACTIVATIONS]
         rows.append([f"`{backend}`", *("refused" if c.status == "refused" else c.why for c in cells)])
@@ -172,11 +179,10 @@ def support_text() -> str:
     both = [_cell(support.matmul("fp8_128", "fp8_128x128", a)) for a in support.ARCHITECTURES]
     parts.append(["matmul, `fp8_128` rows and `fp8_128x128` weights", *both])
     by_machine = table(["", *support.ARCHITECTURES], parts)
-    del notes
     return "\n\n".join(
         [
-            "Who quantises the activations, for each backend and family of formats (refused: `ValueError` when the layer "
-            "is built, naming what to use instead):",
+            "Who quantises the activations, for each backend and family of formats (refused: `ValueError` when the\n"
+            "layer is built, naming what to use instead):",
             by_format,
             "What does the work, and whether tests have **run** there or it has only been compiled:",
             by_machine,
@@ -238,7 +244,7 @@ def texts(runs: dict[str, list[Record]]) -> dict[Path, str]:
 
 
 def fill(text: str, made: dict[str, str], path: Path) -> str:
-    """`text` with what lies between the marks replaced. ValueError for a mark that nothing is made for, or left open."""
+    """`text` with what lies between marks replaced. ValueError for a mark that nothing is made for, or left open."""
     pattern = re.compile(r"<!-- made: (.+?) -->\n.*?<!-- end: \1 -->", re.DOTALL)
 
     def replace(match: re.Match[str]) -> str:
@@ -303,8 +309,7 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
             by_unit.setdefault(unit, []).append((r, value, others))
         panels += [(bench, unit, group) for unit, group in by_unit.items()]
     names = list(dict.fromkeys(n for _, _, group in panels for _, _, others in group for n in others))
-    palette = ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b")
-    colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
+    colours = {name: PEERS[i % len(PEERS)] for i, name in enumerate(names)}
     bars = [sum(1 + len(others) for _, _, others in group) + 0.8 * len(group) for _, _, group in panels]
     heights = [0.24 * n + 0.75 for n in bars]
     figure, axes = plt.subplots(
@@ -315,7 +320,7 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
         for r, value, others in group:
             start = y
             for name, v in {"jmoe": value, **others}.items():
-                ax.barh(y, v, height=0.85, color=colours.get(name, "#1b6ca8"))
+                ax.barh(y, v, height=0.85, color=colours.get(name, JMOE))
                 ax.annotate(number(v), (v, y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
                 y, top = y + 1, max(top, v)
             if r.ceiling and not r.lower_is_better:
@@ -331,16 +336,19 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
         ax.set_title(f"{BENCHES[bench]}  ({where(runs[bench])})", fontsize=8.5, loc="left")
         ax.grid(axis="x", alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color="#1b6ca8"), *(plt.Rectangle((0, 0), 1, 1, color=c) for c in colours.values())]
+    handles: list = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (JMOE, *colours.values())]
     handles.append(plt.Line2D([], [], color="black", lw=1.2))
-    figure.legend(handles, ["jmoe", *colours, "ceiling"], loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    labels = ["jmoe", *colours, "ceiling"]
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=110, metadata={"Source": digest(path.parent)})
     plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 if something is out of step")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit status 1 if something is out of step"
+    )
     args = parser.parse_args(argv)
     try:
         runs = load()
@@ -356,7 +364,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for path in stale:
         if args.check:
-            print(f"{path.relative_to(ROOT)} is out of step with its sources: run `python docs/make.py`.", file=sys.stderr)
+            print(
+                f"{path.relative_to(ROOT)} is out of step with its sources: run `python docs/make.py`.", file=sys.stderr
+            )
         elif path == PICTURE:
             draw(runs, path)
         else:

@@ -4,12 +4,14 @@ The Python blocks of a page are one program, run in a process of its own on four
 numbers, so that a traceback points into the page.
 """
 
+import ast
 import contextlib
 import importlib.util
 import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +42,9 @@ def execute(page, text):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     run = f"exec(compile({program(text)!r}, {str(page)!r}, 'exec'), {{'__name__': '__main__'}})"
-    return subprocess.run([sys.executable, "-"], input=run, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, "-"], input=run, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
 
 
 WITH_CODE = [p for p in PAGES if program(p.read_text()).strip()]
@@ -54,7 +58,8 @@ def test_the_code_of_a_page_runs(page):
 
 
 def test_a_page_with_a_wrong_block_fails_at_its_line():
-    page = "# Page\n\n```python\nimport jax\nassert jax.device_count() == 4\n```\n\ntext\n\n```python\nassert jax.device_count() == 3\n```\n"
+    first = "```python\nimport jax\nassert jax.device_count() == 4\n```\n"
+    page = f"# Page\n\n{first}\ntext\n\n```python\nassert jax.device_count() == 3\n```\n"
     done = execute(Path("page.md"), page)
     assert done.returncode == 1 and 'File "page.md", line 11' in done.stderr and "AssertionError" in done.stderr
     right = page.replace("== 3", "== 4")
@@ -86,6 +91,46 @@ def test_a_command_in_the_documentation_is_one_that_the_parser_takes(page, words
         assert cli.layer_config(args) is not None or True
 
 
+# --- the worked examples of docs/extending.md, on a copy
+
+
+def apply(text, root):
+    """Apply a page's diffs: what a hunk takes away must be in its file exactly once. Returns the files changed."""
+    changed = []
+    for match in FENCE.finditer(text):
+        if match.group(1) != "diff":
+            continue
+        head, *hunks = match.group(2).split("@@\n")
+        path = root / re.search(r"^\+\+\+ b/(.+)$", head, re.MULTILINE).group(1)
+        for hunk in hunks:
+            lines = hunk.splitlines()
+            before, after = ("".join(f"{x[1:]}\n" for x in lines if not x.startswith(sign)) for sign in "+-")
+            whole = path.read_text()
+            assert whole.count(before) == 1, f"{path.name} has {whole.count(before)} times:\n{before}"
+            path.write_text(whole.replace(before, after))
+        changed.append(path)
+    return changed
+
+
+@pytest.mark.slow
+def test_the_worked_examples_of_the_extending_page_work_as_written(tmp_path):
+    page = (ROOT / "docs" / "extending.md").read_text()
+    skip = shutil.ignore_patterns("__pycache__", "models", "*.so")
+    for name in ("jmoe", "pallas_kernels", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=skip)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (ring,) = (m.group(2) for m in FENCE.finditer(page) if "class Ring" in m.group(2))
+    (tmp_path / "jmoe" / "backends" / "ring.py").write_text(ring)
+    assert len(apply(page, tmp_path)) == 5
+    selected = "tests/test_policy.py tests/test_formats.py tests/test_explain.py tests/test_quantize_rules.py".split()
+    layer = "tests/test_layer.py::test_F46_every_backend_and_rank_count_computes_the_dense_layer[ring-4]"
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for which in ([*selected, "-k", "ring or mxfp8_64 or json"], [layer]):
+        done = subprocess.run([*command, *which], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(r"`((?:jmoe|pallas_kernels|tests|examples|docs|\.ci)/[\w./*-]*)`")
 
@@ -96,6 +141,32 @@ def test_links_and_paths_lead_to_something(page):
     missing = [t for t in LINK.findall(text) if not (page.parent / t).exists()]
     missing += [t for t in PATH.findall(text) if not list(ROOT.glob(t.rstrip("/")))]
     assert not missing, missing
+
+
+def strings_of_the_source():
+    """All strings of the packages, with the values of f-strings left out."""
+    parts = []
+    for path in [*(ROOT / "jmoe").rglob("*.py"), *(ROOT / "pallas_kernels").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts.append("".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(node.value)
+    return parts
+
+
+def test_messages_that_the_troubleshooting_page_explains_are_messages_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    messages = [m for row in rows for m in re.findall(r"`([^`]+)`", row)]
+    source = strings_of_the_source()
+    assert len(messages) > 50
+    unknown = []
+    for message in messages:
+        pattern = re.compile(r"[\s\S]*?".join(map(re.escape, message.split("..."))))
+        if not any(pattern.search(text) for text in source):
+            unknown.append(message)
+    assert not unknown, unknown
 
 
 def test_every_page_is_listed_in_the_readme():
@@ -117,7 +188,9 @@ def load_make():
 make = load_make()
 
 
-@pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason="the kernels' own reasons, which the tables state, ask for JAX >= 0.11")
+@pytest.mark.skipif(
+    not compat.KERNELS_SUPPORTED, reason="the kernels' own reasons, which the tables state, ask for JAX >= 0.11"
+)
 def test_what_is_made_is_in_step_with_its_sources(capsys):
     assert make.main(["--check"]) == 0, capsys.readouterr().err
 
