@@ -2,7 +2,7 @@
 
 T rows, K contraction, N columns, E groups. With many rows per group the figure is TFLOP/s; with few it is GB/s of the
 bytes of the weights that were touched, as a share of the copy bandwidth measured in the same run. The whole operation
-is timed, the schedule of tiles included. torch's CUTLASS kernel is a peer where torch is installed.
+is timed, the schedule of tiles included. torch's CUTLASS kernels are peers where torch is installed.
 """
 
 from __future__ import annotations
@@ -84,14 +84,22 @@ SHAPES = (
     Shape(32768, 2048, 1536, 128),
     Shape(8192, 4096, 3072, 32, sizes="zipf"),
     Shape(8192, 4096, 3072, 32, sizes="half in one"),
+    Shape(32768, 4096, 3072, 32, sizes="zipf"),
+    Shape(32768, 4096, 3072, 32, sizes="half in one"),
     Shape(32768, 2048, 1536, 128, active=28),
     Shape(256, 4096, 3072, 32),
     Shape(64, 7168, 4096, 32),
     Shape(8, 2048, 1536, 128, active=8),
 )
-SMOKE_SHAPES = (Shape(96, 128, 128, 4), Shape(8, 128, 128, 4, active=2), Shape(96, 128, 128, 4, sizes="zipf"))
+SMOKE_SHAPES = (Shape(512, 128, 128, 4), Shape(8, 128, 128, 4, active=2), Shape(96, 128, 128, 4, sizes="zipf"))
 FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "fp8_128x128")
 SMOKE_FORMATS = ("bf16", "fp8", "nvfp4")
+TRAINING = "bf16 forward+backward"
+PEERS = {
+    "bf16": "torch._grouped_mm",
+    "fp8": "torch._scaled_grouped_mm, one scale for each row",
+    TRAINING: "torch._grouped_mm and its gradients",
+}
 
 
 def operands(key: jax.Array, shape: Shape, fmt: str):
@@ -99,7 +107,7 @@ def operands(key: jax.Array, shape: Shape, fmt: str):
     x = jax.random.normal(key, (shape.rows, shape.k), jnp.bfloat16)
     w = jax.random.normal(jax.random.fold_in(key, 1), (shape.groups, shape.n, shape.k), jnp.bfloat16)
     w = w * jnp.bfloat16(0.02)
-    if fmt == "bf16":
+    if fmt in ("bf16", TRAINING):
         return x, w
     if fmt == "fp8":
         return quantize(x, "fp8_128"), quantize_weights(w, "fp8_128x128")
@@ -114,6 +122,13 @@ def weight_bytes(w: jax.Array | QTensor, touched: float) -> float:
 @functools.partial(jax.jit, static_argnames="out_dtype")
 def _matmul(x, w, sizes, *, out_dtype=jnp.bfloat16):
     return grouped_matmul(x, w, sizes, out_dtype=out_dtype)
+
+
+@jax.jit
+def _train(x, w, sizes):
+    """The product, and both gradients of a sum that weights it with itself."""
+    y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)
+    return y, *back(y)
 
 
 def _error(x, w, sizes: np.ndarray, groups: int = 3) -> float:
@@ -131,48 +146,65 @@ def _error(x, w, sizes: np.ndarray, groups: int = 3) -> float:
     return relative_error(np.concatenate(actual), np.concatenate(exact))
 
 
-def _torch_seconds(shapes) -> dict[Shape, float]:
-    """torch._grouped_mm on the equal shapes, in a process of its own; {} without torch or a GPU."""
+def _torch_seconds(shapes) -> dict[tuple[Shape, str], float]:
+    """torch on the equal shapes, by kind of PEERS, in a process of its own; {} without torch or a GPU."""
     if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
         return {}
     wanted = [s for s in shapes if s.sizes == "equal" and s.active is None]
-    argument = json.dumps([[s.rows, s.k, s.n, s.groups] for s in wanted])
+    argument = json.dumps([[s.rows, s.k, s.n, s.groups, s.decode] for s in wanted])
     done = subprocess.run([sys.executable, "-c", _TORCH, argument], capture_output=True, text=True, timeout=300)
     if done.returncode:
         return {}
-    return dict(zip(wanted, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    seconds = json.loads(done.stdout.splitlines()[-1])
+    return {
+        (s, kind): t for s, times in zip(wanted, seconds, strict=True) for kind, t in zip(PEERS, times, strict=False)
+    }
 
 
 _TORCH = """
 import json, sys, torch
-out = []
-for t, k, n, e in json.loads(sys.argv[1]):
-    x = torch.randn(t, k, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(e, n, k, device="cuda", dtype=torch.bfloat16)
-    ends = torch.arange(1, e + 1, device="cuda", dtype=torch.int32) * (t // e)
-    call = lambda: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+def seconds(call, calls):
     times = []
     for _ in range(6):
         a, b = torch.cuda.Event(True), torch.cuda.Event(True)
-        a.record(); [call() for _ in range(20)]; b.record(); torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 20e3)
-    out.append(sorted(times[1:])[2])
+        a.record(); [call() for _ in range(calls)]; b.record(); torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) / calls / 1e3)
+    return sorted(times[1:])[2]
+out = []
+for t, k, n, e, decode in json.loads(sys.argv[1]):
+    x = torch.randn(t, k, device="cuda", dtype=torch.bfloat16, requires_grad=not decode)
+    w = (torch.randn(e, n, k, device="cuda", dtype=torch.bfloat16) * .02).requires_grad_(not decode)
+    ends = torch.arange(1, e + 1, device="cuda", dtype=torch.int32) * (t // e)
+    product = lambda: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+    with torch.no_grad():
+        times = [seconds(product, 20)]
+    if not decode:
+        with torch.no_grad():
+            q, p = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).transpose(-2, -1)
+            ones = torch.ones(t, device="cuda"), torch.ones(e, n, device="cuda")
+        fp8 = lambda: torch._scaled_grouped_mm(q, p, *ones, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+        times.append(seconds(fp8, 20))
+        del q, p
+        dy = torch.randn(t, n, device="cuda", dtype=torch.bfloat16)
+        times.append(seconds(lambda: torch.autograd.grad(product(), (x, w), dy), 10))
+    out.append(times)
 print(json.dumps(out))
 """
 
 
 def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
-    """Every shape in every format; formats with FP8 activations only where rows are many."""
+    """Every shape in every format; FP8 activations and training only where rows are many (and equal)."""
     progress = progress or NoProgress()
     shapes, formats = (SMOKE_SHAPES, SMOKE_FORMATS) if smoke else (SHAPES, FORMATS)
     cases = [(s, f) for s in shapes for f in formats if not (f == "fp8" and s.decode)]
+    cases += [(s, TRAINING) for s in shapes if not s.decode and s.sizes == "equal" and s.active is None]
     progress.start(len(cases))
     peers = {} if smoke else _torch_seconds(shapes)
     copy = copy_bandwidth()
     records = []
     for i, (shape, fmt) in enumerate(cases):
         progress.step(f"{fmt} {shape.case}")
-        records.append(_measure(shape, fmt, jax.random.key(i), copy, peers.get(shape), smoke))
+        records.append(_measure(shape, fmt, jax.random.key(i), copy, peers.get((shape, fmt)), smoke))
     return records
 
 
@@ -183,15 +215,16 @@ def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds:
     sizes = [shape.group_sizes(rng) for _ in range(draws)]
     # Different groups are active in each call of the chain, so that small shapes do not run from the L2 cache.
     inputs = [(jnp.asarray(s), x, w) for s in sizes]
-    timing = time_chain(lambda s, x, w: _matmul(x, w, s), inputs, calls=2 if smoke else None, repeats=1 if smoke else 5)
-    flops = 2.0 * shape.rows * shape.k * shape.n
+    call = _train if fmt == TRAINING else _matmul
+    timing = time_chain(lambda s, x, w: call(x, w, s), inputs, calls=2 if smoke else None, repeats=1 if smoke else 5)
+    flops = 2.0 * shape.rows * shape.k * shape.n * (3 if fmt == TRAINING else 1)
     touched = float(np.mean([(s > 0).sum() for s in sizes]))
     amount, unit = (weight_bytes(w, touched) / 1e9, "GB/s") if shape.decode else (flops / 1e12, "TFLOP/s")
     if shape.decode:
         ceiling, ceiling_name = copy, "copy"
     else:
         ceiling, ceiling_name = DENSE_TFLOPS["fp8" if fmt == "fp8" else "bf16"], "datasheet"
-    peer = amount / torch_seconds if torch_seconds is not None and fmt == "bf16" else None
+    peer = amount / torch_seconds if torch_seconds is not None else None
     return Record(
         name=fmt,
         case=shape.case,
@@ -201,7 +234,7 @@ def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds:
         ceiling=ceiling,
         ceiling_name=ceiling_name,
         peer=peer,
-        peer_name="" if peer is None else "torch._grouped_mm",
+        peer_name="" if peer is None else PEERS[fmt],
         error=_error(x, w, sizes[0]),
         error_name="relative to float32",
         meaningful=not smoke and jax.default_backend() == "gpu",
