@@ -14,7 +14,7 @@ from jmoe import compat
 from jmoe.backends import Engine, dispatch_payload, exchange_for, get_backend
 from jmoe.backends.base import received_valid
 from jmoe.backends.combine import decoder, returned
-from jmoe.backends.engine import ENGINE, engine_reason, remote_write_engine
+from jmoe.backends.engine import ENGINE, ROW_UNIT, engine_reason, remote_write_engine
 from jmoe.caps import DeviceCaps
 from jmoe.payload import pack, row_layout
 from pallas_kernels.all_to_all import mosaic_encode as encode
@@ -179,12 +179,13 @@ def test_every_index_is_the_share_of_one_turn():
 
 @needs_kernels
 def test_received_rows_can_start_on_whole_lines():
-    from pallas_kernels.all_to_all.mosaic_common import Schedule, stride_of
+    from pallas_kernels.all_to_all.mosaic_common import LINE, Schedule, stride_of
 
     aligned = Schedule(align_rows=True)
     assert [stride_of(w, 1, aligned) for w in (128, 4112, 7456, 14400)] == [128, 4224, 7552, 14464]
     assert [stride_of(w, 2, aligned) for w in (7168, 2880, 8)] == [7168, 2880, 64]
-    assert stride_of(4112, 1, Schedule()) == 4112
+    assert stride_of(4112, 1, Schedule(align_rows=False)) == 4112
+    assert ROW_UNIT == LINE  # what the layer's memory counts is what the kernels take
 
 
 @needs_kernels

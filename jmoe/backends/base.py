@@ -43,6 +43,8 @@ class Engine:
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
     reduce_as(y, weights, plan, exchange, out_dtype, wire): `reduce` with a quantised wire.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
+    row_unit: bytes to a multiple of which received rows are rounded up. collects(exchange, form): whether `reduce`
+        needs a buffer for what comes back.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Engine:
     reduce_as: Callable[..., jax.Array] | None = None
     words: str = ""
     staged: bool = False
+    row_unit: int = 1
+    collects: Callable[[Exchange, str], bool] = lambda exchange, form: False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +134,14 @@ class Backend(abc.ABC):
         """Bytes of the buffers of one exchange on one rank: what arrives, and what the portable collectives stage."""
         back = jnp.dtype(ex.dtype).itemsize * layout.hidden if combine_row_bytes is None else combine_row_bytes
         rows = self.num_rows(ex)
-        staged = 0 if ex.engine is not None and self.kernel_slot and not ex.engine.staged else rows
+        engine = ex.engine if self.kernel_slot and ex.engine is not None and not ex.engine.staged else None
+        unit = 1 if engine is None else engine.row_unit
+        in_place = engine is not None and combine_row_bytes is None and not engine.collects(ex, self.form)
         sizes = {
-            "dispatch_send": staged * layout.row_bytes,
-            "dispatch_receive": rows * layout.row_bytes,
+            "dispatch_send": rows * layout.row_bytes if engine is None else 0,
+            "dispatch_receive": rows * (-(-layout.row_bytes // unit) * unit),
             "combine_send": rows * back,
-            "combine_receive": staged * back,
+            "combine_receive": 0 if in_place else rows * back,
         }
         if ex.num_hosts > 1:  # what goes to the hosts and what comes from them
             sizes["between_hosts"] = 2 * ex.num_hosts * ex.host_capacity * (layout.row_bytes + back)

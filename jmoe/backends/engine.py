@@ -16,8 +16,12 @@ from pallas_kernels.quantize import QTensor
 
 from .base import Engine, Exchange
 
+ROW_UNIT = 128  # bytes of a line: received rows start on whole ones
 MAX_RANKS = 8  # devices of one process whose memory XLA maps for a kernel
 _UNIT = 16  # bytes; bulk copies move multiples of this
+# Slots of a source rank from which the combine that writes is ahead of the one that reads: 370 against 388 us at 8192
+# (two H200s, D = 7168), equal at 2048, 79 against 69 us at 1024.
+WRITING_CAPACITY = 4096
 
 
 def engine_reason(caps: DeviceCaps) -> str | None:
@@ -117,10 +121,7 @@ def push_encoding(
 def push_apart(
     x: jax.Array, tail: jax.Array, plan: Plan, exchange: Exchange
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`.
-
-    Not part of ENGINE: its kernel compiles, but has not yet been run on GPUs.
-    """
+    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`."""
     from pallas_kernels.all_to_all import mosaic_push
 
     if plan.form == "batched" or x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
@@ -167,7 +168,7 @@ def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange
 
 def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array:
     """Experts' rows y [N, D] added up at their owners, [T, D]; see `Engine.reduce`."""
-    from pallas_kernels.all_to_all import mosaic_combine
+    from pallas_kernels.all_to_all import mosaic_combine, mosaic_combine_push
 
     tokens, width = plan.num_tokens, y.shape[-1]
     if tokens == 0 or y.size == 0:
@@ -189,6 +190,10 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
             capacity=exchange.capacity,
             out_dtype=out_dtype,
         )
+    elif _collects(exchange, plan.form):
+        out = mosaic_combine_push.combine_rows_pushed(
+            wide, plan.slot, plan.counts, axis_name=axis, capacity=exchange.capacity, out_dtype=out_dtype
+        )
     else:
         out = mosaic_combine.combine_rows(
             wide, plan.slot, axis_name=axis, capacity=exchange.capacity, out_dtype=out_dtype
@@ -196,4 +201,10 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
     return out[:, :width]
 
 
-ENGINE = Engine("remote-write", push, reduce, push_encoding, give_back=give_back)
+def _collects(exchange: Exchange, form: str) -> bool:
+    return form == "standard" and exchange.capacity >= WRITING_CAPACITY
+
+
+ENGINE = Engine(
+    "remote-write", push, reduce, push_encoding, push_apart, give_back, row_unit=ROW_UNIT, collects=_collects
+)

@@ -14,6 +14,7 @@ from pallas_kernels.quantize.formats import FORMATS
 
 from ..backends import get_backend
 from ..backends.base import Exchange
+from ..backends.engine import remote_write_engine
 from ..caps import DeviceCaps
 from ..config import MoEConfig, QuantConfig
 from ..formats import bits_per_value
@@ -183,9 +184,10 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
         dtype=config.dtype,
         num_hosts=hosts,
         host_capacity=across,
+        engine=remote_write_engine(caps) if decision.transport == "kernel" else None,
     )
     memory = backend.memory(layout, exchange, combine_row_bytes=back if decision.combine_wire in FORMATS else None)
-    if decision.transport == "kernel" or (hosts > 1 and caps.local_kernels):  # reads and writes rows where they lie
+    if hosts > 1 and caps.local_kernels:  # reads and writes rows where they lie
         memory = memory | {"dispatch_send": 0, "combine_receive": 0}
     counted = dict(num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=caps.num_hosts)
     rows = cost.remote_rows(decision, config, **counted, kernel_inside=caps.local_kernels)

@@ -32,14 +32,14 @@ class Schedule:
     before the oldest is waited for.
     wait_limit: for debugging, how often the final wait looks for a rank's signals before it prints which rank is
     missing and goes on with whatever has arrived (None: it waits for ever). align_rows: received rows start on whole
-    lines of 128 bytes; compiled and read, but not yet run on GPUs, hence off.
+    lines of 128 bytes, and so they do in shared memory.
     """
 
     blocks: int = 132
     stages: int = 8
     in_flight: int = 2
     wait_limit: int | None = None
-    align_rows: bool = False
+    align_rows: bool = True
 
     @classmethod
     def for_tokens(cls, tokens: int, *, stages: int = 8) -> Schedule:
@@ -72,8 +72,8 @@ def row_bytes(rows: jax.Array) -> int:
 def stride_of(width: int, itemsize: int, schedule: Schedule) -> int:
     """Elements from one received row to the next.
 
-    The link and the L2 cache move whole lines. Measured on two H200s with rows laid end to end: rows of 14336 bytes,
-    which start on lines anyway, travel at 362 GB/s; rows of 7456 bytes at 336, of 4112 bytes at 278.
+    The link and the L2 cache move whole lines. Measured on two H200s, 8192 rows for each: of 4112 bytes laid end to end
+    154 us, on whole lines 123; of 7456 bytes 213 and 201.
     """
     unit = LINE // itemsize if schedule.align_rows else 1
     return -(-width // unit) * unit

@@ -68,8 +68,7 @@ def push_apart(
 ) -> tuple[list[jax.Array], jax.Array]:
     """`push_rows` of several arrays [T, W_i] at once: nobody has to join them before or to part them afterwards.
 
-    Not yet run on GPUs (compiled and lowered only), so `jmoe.backends.engine` does not use it. Each array's rows are of
-    multiples of 16 bytes. Returns ([received [R, C, W_i] for each], counts int32 [R]).
+    Each array's rows are of multiples of 16 bytes. Returns ([received [R, C, W_i] for each], counts int32 [R]).
     """
     num_ranks = slot.shape[1]
     places = standard_places(axis_name, num_ranks, capacity)
