@@ -192,17 +192,31 @@ def test_packed_rows_equal_the_concatenated_parts(fmt):
     same(f(x, tail, how=KERNEL), f(x, tail, how=REFERENCE))
 
 
-def test_offsets_beyond_two_to_the_31_bytes():
-    """131072 rows of 16384 bf16 values are 4.3 GB; the last rows must be right."""
-    rows, k = 131072, 16384
-    tile = hard(64, k)
-    x = jnp.tile(tile, (rows // 64, 1))
-    for fmt in ("mxfp8", "nvfp4_token"):
-        q = q_(x, fmt, KERNEL)
-        last = jax.tree.map(lambda v: v[-64:], q)
-        want = q_(tile, fmt, REFERENCE)
-        same((last.data, last.block_scale), (want.data, want.block_scale))
-        del q
+def test_offsets_beyond_two_to_the_32_bytes():
+    """4.6e9 values: rows repeat with a period that no power of two has, so that a wrapped address shows."""
+    rows, k, period = 131072, 34816, 96
+    tile = hard(period, k)
+    edges = [0, rows - 4, *(2**n // k - 2 for n in (31, 32)), *(2**n // (2 * k) - 2 for n in (31, 32))]
+
+    def around(tree, start):
+        return jax.tree.map(lambda v: v[start : start + 4], tree)
+
+    def expected(tree, start):
+        return jax.tree.map(lambda v: v[(np.arange(4) + start) % period], tree)
+
+    x = jax.jit(lambda t: t[jnp.arange(rows) % period])(tile)
+    for start in edges:
+        same(around(x, start), expected(tile, start))
+    results = {fmt: q_(x, fmt, KERNEL) for fmt in ("mxfp8", "nvfp4_token")}
+    del x
+    back = jax.jit(dequantize, static_argnames=("dtype", "implementation"))
+    for fmt in list(results):
+        got, want = results.pop(fmt), q_(tile, fmt, REFERENCE)
+        for start in edges:
+            same(around(got, start), expected(want, start))
+        values, wanted = back(got, implementation=KERNEL), back(want, implementation=REFERENCE)
+        for start in edges:
+            same(around(values, start), expected(wanted, start))
 
 
 def test_vmap_gives_the_same_bytes():
