@@ -1,10 +1,14 @@
 """Writes text with a Qwen3-MoE model, expert-parallel, with a quantised dispatch, and says what that put on the wire.
 
-    python examples/generate.py                                     # the small model of this repository, 8 virtual
-    devices python examples/generate.py --model Qwen3-30B-A3B --devices 4 --quant mxfp8 --prompt "Give me a short poem."
+    python examples/generate.py                            # the small model of this repository, 8 virtual devices
+    python examples/generate.py --model Qwen3-30B-A3B --devices 4 --quant mxfp8 --prompt "Give me a short poem."
+    python examples/generate.py --random --weights nvfp4 --batch 64           # how fast a GPU would be
 
 The small model was trained by train.py on the Python standard library's source and writes something that looks like it.
 Its run ends with a table of what each wire format costs in bytes and in quality, on modules that it was not trained on.
+
+--random makes a Qwen3-30B-A3B of random weights instead, reads --batch prompts of different lengths, writes
+--max-tokens tokens for each, and says how fast that was and which share of the memory bandwidth decoding used.
 """
 
 from __future__ import annotations
@@ -36,6 +40,11 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument(
         "--quant", default="nvfp4_token", help="what the experts take and tokens travel as: none, mxfp8, ..."
     )
+    p.add_argument("--random", action="store_true", help="measure a Qwen3-30B-A3B of random weights (see above)")
+    p.add_argument("--weights", help="--random: format of the experts: fp8_128x128, mxfp8, nvfp4; BF16 unless told")
+    p.add_argument("--batch", type=int, default=8, help="--random: prompts")
+    p.add_argument("--prompt-length", type=int, default=1024, help="--random: tokens of the longest; the shortest half")
+    p.add_argument("--layers", type=int, default=48, help="--random: of the model")
     p.add_argument("--max-tokens", type=int, default=160, help="tokens to write for each prompt")
     p.add_argument("--temperature", type=float, default=0.6, help="0 takes the likeliest token")
     p.add_argument("--seed", type=int, default=0)
@@ -57,13 +66,7 @@ def main(argv=None) -> None:
     args = parse(argv)
     start_jax(args.devices)
     import jax
-    import qwen3_moe
-    import text
     from rich.console import Console
-    from rich.panel import Panel
-
-    from jmoe.config import QuantConfig
-    from jmoe.nn import MoE
 
     console = Console()
     count = args.devices or jax.device_count()
@@ -73,6 +76,22 @@ def main(argv=None) -> None:
             "most that many, or set JAX_PLATFORMS=cpu for virtual devices."
         )
     mesh = jax.make_mesh((count,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+
+    if args.random:
+        measure(console, args, mesh)
+    else:
+        write(console, args, mesh)
+
+
+def write(console, args: argparse.Namespace, mesh) -> None:
+    """Continues the prompts, and says what each wire format costs."""
+    import jax
+    import qwen3_moe
+    import text
+    from rich.panel import Panel
+
+    from jmoe.config import QuantConfig
+    from jmoe.nn import MoE
 
     on_cpu = jax.default_backend() == "cpu"
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
@@ -87,7 +106,7 @@ def main(argv=None) -> None:
 
     model, tokenizer = load(args.quant), text.load_tokenizer(args.model)
     prompts = args.prompt or PROMPTS
-    ids, valid = qwen3_moe.pad_prompts([tokenizer.encode(p) for p in prompts], pad=tokenizer.pad)
+    ids, valid = qwen3_moe.pad_prompts([tokenizer.encode(p) for p in prompts], pad=tokenizer.pad, side="right")
     size = ids.shape[1] + args.max_tokens
     longest = json.loads((args.model / "config.json").read_text()).get("max_position_embeddings", size)
     if size > longest:
@@ -102,9 +121,10 @@ def main(argv=None) -> None:
 
     with console.status("compiling the prefill and the decode loop"):
         started = time.perf_counter()
-        read = qwen3_moe.prefill.lower(model, ids, valid, size=size).compile()
+        read = qwen3_moe.prefill.lower(model, ids, valid, size=size, side="right").compile()
         logits, cache = read(model, ids, valid)
-        inputs = (model, logits, cache, jax.random.key(args.seed), args.temperature, tokenizer.end)
+        key = jax.random.key(args.seed) if args.temperature > 0 else None
+        inputs = (model, logits, cache, key, args.temperature, tokenizer.end)
         write = qwen3_moe.decode.lower(*inputs, steps=args.max_tokens).compile()
         compiled = time.perf_counter() - started
     started = time.perf_counter()
@@ -116,10 +136,52 @@ def main(argv=None) -> None:
     console.print(
         f"{len(prompts)} x {steps} tokens in {seconds:.2f} s: "
         f"[bold]{len(prompts) * steps / seconds:.0f} tokens/s[/bold] "
-        f"on {count} x {jax.devices()[0].device_kind}, after {compiled:.1f} s of compiling"
+        f"on {mesh.size} x {jax.devices()[0].device_kind}, after {compiled:.1f} s of compiling"
     )
     if args.windows and isinstance(tokenizer, text.ByteTokenizer):
         table(console, load, args.windows, model.config.num_layers)
+
+
+def measure(console, args: argparse.Namespace, mesh) -> None:
+    """Prefill and decoding with random weights, beside what the memory bandwidth allows."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import qwen3_moe
+    from random_checkpoint import QWEN3_30B_A3B
+    from rich.table import Table
+
+    from jmoe.bench.common import copy_bandwidth, time_call
+    from jmoe.bench.model import step_bytes
+    from jmoe.config import QuantConfig
+
+    quant = QuantConfig(weights=args.weights)
+    hf = QWEN3_30B_A3B | {"num_hidden_layers": args.layers}
+    config = qwen3_moe.Config.from_hf(hf, dtype=args.dtype or "bfloat16", quant=quant)
+    batch, length, ranks = args.batch, args.prompt_length, mesh.size
+    lengths = np.linspace(length, (length + 1) // 2, batch, dtype=np.int32)
+    ids = np.random.default_rng(args.seed).integers(0, config.vocab_size, (batch, length))
+    split = jax.NamedSharding(mesh, jax.P("ep") if batch % ranks == 0 else jax.P())  # each GPU attends for its own
+    ids, valid = jax.device_put((jnp.asarray(ids, jnp.int32), np.arange(length)[None, :] < lengths[:, None]), split)
+    with console.status("making the weights, and compiling the prefill and the decode loop"):
+        model = qwen3_moe.random_model(config, key=jax.random.key(args.seed), mesh=mesh if ranks > 1 else None)
+        read = qwen3_moe.prefill.lower(model, ids, valid, size=length + args.max_tokens, side="right").compile()
+        logits, cache = read(model, ids, valid)
+        write = qwen3_moe.decode.lower(model, logits, cache, steps=args.max_tokens).compile()
+    reading, _ = time_call(read, model, ids, valid, repeats=3)
+    writing, _ = time_call(write, model, logits, cache, repeats=3)
+    step = writing / args.max_tokens
+    nbytes = step_bytes(model, batch, int(lengths.mean()) + args.max_tokens // 2, ranks=ranks)
+    copy = copy_bandwidth() * 1e9
+    out = Table(title=f"Qwen3-30B-A3B, {args.layers} layers, experts in {args.weights or config.dtype}, on {ranks} x "
+                f"{jax.devices()[0].device_kind}")  # fmt: skip
+    for name in ("", "tokens/s", "time", "of the memory bandwidth"):
+        out.add_column(name, justify="left" if not name else "right")
+    out.add_row(f"prefill, {batch} prompts of {lengths.min()} to {length}", f"{lengths.sum() / reading:,.0f}",
+                f"{reading * 1e3:.1f} ms", "")  # fmt: skip
+    share = f"{nbytes / step / copy:.0%} ({nbytes / 1e9:.2f} GB a step at {copy / 1e12:.2f} TB/s)"
+    out.add_row(f"decode, batch {batch}", f"{batch / step:,.0f}", f"{step * 1e3:.2f} ms a step", share)
+    console.print(out)
 
 
 def reasons(layer, tokens: int):

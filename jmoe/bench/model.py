@@ -65,15 +65,18 @@ def _nbytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def step_bytes(model: Any, batch: int, context: int) -> float:
-    """Bytes that one decode step of `batch` sequences has to read; see the module docstring."""
+def step_bytes(model: Any, batch: int, context: int, *, ranks: int = 1) -> float:
+    """Bytes that each of `ranks` devices has to read in a decode step of `batch` sequences; see the module docstring.
+
+    Experts, and the sequences with their keys and values, are spread over the devices; all else is on each of them.
+    """
     c = model.config
     total = _nbytes(model)
     experts = sum(_nbytes(layer.mlp.params.experts) for layer in model.layers)
     embedding = 0 if c.tie_embeddings else _nbytes(model.embed_tokens)
     share = touched_experts(c.moe.num_experts, c.moe.num_experts_per_tok, batch) / c.moe.num_experts
     cache = 2 * c.num_layers * batch * context * c.num_kv_heads * c.head_dim * jnp.dtype(c.dtype).itemsize
-    return total - experts - embedding + share * experts + cache
+    return total - experts - embedding + (share * experts + cache) / ranks
 
 
 def prefill_flops(config: Any, batch: int, length: int) -> float:
