@@ -45,11 +45,11 @@ class Profile:
         return sum(k.seconds for k in self.kernels)
 
 
-def profile(f: Callable[..., Any], *args: Any, calls: int = 5) -> Profile | None:
+def profile(f: Callable[..., Any] | jax.stages.Compiled, *args: Any, calls: int = 5) -> Profile | None:
     """The kernels of one call of `f(*args)` on the first GPU; None without a GPU or without the profiler's records."""
     if jax.default_backend() != "gpu":
         return None
-    compiled = jax.jit(f).lower(*args).compile()
+    compiled = f if isinstance(f, jax.stages.Compiled) else jax.jit(f).lower(*args).compile()
     for _ in range(3):
         jax.block_until_ready(compiled(*args))
     with tempfile.TemporaryDirectory() as folder:
