@@ -242,41 +242,52 @@ def unpack(
     num_local: int,
     valid: jax.Array | None = None,
     global_scale: jax.Array | None = None,
+    data: jax.Array | None = None,
 ) -> tuple[jax.Array | QTensor, jax.Array, jax.Array]:
     """What received rows hold.
 
     Args:
-      rows: uint8 [N, row_bytes]. rank, num_local: the receiver owns physical ids rank * num_local + (0..num_local-1).
+      rows: uint8 [N, row_bytes]; where `data` came apart from the rest, [N, row_bytes - data_bytes].
+      rank, num_local: the receiver owns physical ids rank * num_local + (0..num_local-1).
       valid: bool [N], rows in which something arrived; what the others hold, ids included, is never looked at.
         None where padding rows carry id -1.
       global_scale: float32 decode scale that all ranks agreed on, for per-tensor formats.
+      data: None, or the rows' data [N, ...], as uint8 or as the wire's dtype.
     Returns:
       x: array or QTensor [N, D], garbage where ids are all -1. ids: int32 [N, K], local, -1 for experts of other ranks
       and padding. weights: float32 [N, K], zero where the id is -1.
     """
-    physical = from_bytes(rows[:, layout.ids_offset : layout.weights_offset], jnp.int32)
+    skip = 0 if data is None else layout.data_bytes
+    physical = from_bytes(rows[:, layout.ids_offset - skip : layout.weights_offset - skip], jnp.int32)
     local = physical - jnp.asarray(rank, jnp.int32) * num_local
     mine = (physical >= 0) & (local >= 0) & (local < num_local)
     if valid is not None:
         mine &= valid[:, None]
-    x = unpack_data(rows, layout, global_scale=global_scale)
-    return x, jnp.where(mine, local, -1), jnp.where(mine, unpack_weights(rows, layout), 0)
+    x = unpack_data(rows, layout, global_scale=global_scale, data=data)
+    return x, jnp.where(mine, local, -1), jnp.where(mine, unpack_weights(rows, layout, skip=skip), 0)
 
 
-def unpack_weights(rows: jax.Array, layout: RowLayout) -> jax.Array:
-    """The routing weights of rows, float32 [N, K]."""
-    return from_bytes(rows[:, layout.weights_offset : layout.weights_offset + 4 * layout.top_k], jnp.float32)
+def unpack_weights(rows: jax.Array, layout: RowLayout, *, skip: int = 0) -> jax.Array:
+    """The routing weights of rows (without their first `skip` bytes), float32 [N, K]."""
+    start = layout.weights_offset - skip
+    return from_bytes(rows[:, start : start + 4 * layout.top_k], jnp.float32)
 
 
-def unpack_data(rows: jax.Array, layout: RowLayout, *, global_scale: jax.Array | None = None) -> jax.Array | QTensor:
-    """The data of received rows, [N, D]: an array of the wire's dtype or a QTensor of its format."""
-    data = from_bytes(rows[:, : layout.data_bytes], layout.dtype)
+def unpack_data(
+    rows: jax.Array, layout: RowLayout, *, global_scale: jax.Array | None = None, data: jax.Array | None = None
+) -> jax.Array | QTensor:
+    """The data of received rows, [N, D]: an array of the wire's dtype or a QTensor of its format. See `unpack`."""
+    skip = 0 if data is None else layout.data_bytes
+    data = rows[:, : layout.data_bytes] if data is None else data
+    if data.dtype != layout.dtype:
+        data = from_bytes(data, layout.dtype)
     fmt = layout.format
     if fmt is None:
         return data
-    scale = from_bytes(rows[:, layout.scale_offset : layout.scale_offset + layout.scale_bytes], layout.scale_dtype)
+    start = layout.scale_offset - skip
+    scale = from_bytes(rows[:, start : start + layout.scale_bytes], layout.scale_dtype)
     if fmt.global_scale == "token":
-        start = layout.row_scale_offset
+        start = layout.row_scale_offset - skip
         global_scale = from_bytes(rows[:, start : start + 4], jnp.float32)[:, 0]
     elif fmt.global_scale == "tensor" and global_scale is None:
         raise ValueError(

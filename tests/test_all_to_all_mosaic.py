@@ -221,6 +221,7 @@ def test_what_the_kernel_cannot_quantise_is_named():
     assert reason_not((4, 2880), jnp.float32, "nvfp4_token") is None
     assert "blocks of 128" in reason_not((4, 2880), jnp.bfloat16, "fp8_128")
     assert "not int8" in reason_not((4, 7168), jnp.int8, "mxfp8")
+    assert "40 bytes" in reason_not((4, 80), jnp.bfloat16, "nvfp4_token")
     assert "rows share" in reason_not((4, 7168), jnp.bfloat16, "nvfp4")
 
 
@@ -259,7 +260,8 @@ def test_every_hook_of_an_engine_leads_to_the_same_dispatch(wire):
     def push_encoding(x, ids, weights, plan, exchange, layout):
         if layout.format is None:
             return None
-        return push(pack(quantize(x, layout.wire), ids, weights, layout), plan, exchange)
+        rows, counts = push(pack(quantize(x, layout.wire), ids, weights, layout), plan, exchange)
+        return rows[:, : layout.data_bytes], rows[:, layout.data_bytes :], counts
 
     engines = [
         None,

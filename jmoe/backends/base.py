@@ -34,8 +34,9 @@ class Engine:
     reduce(y, weights, plan, exchange, out_dtype) -> [T, D]: what `combine` returns for unquantised rows y [N, D]: the
         sum over ranks in rank order (weights None), or of weights [T, K] times rows in order of k (batched); f32
         inside.
-    push_encoding(x [T, D], ids, weights, plan, exchange, layout): `push` of the packed rows, quantised and packed on
-        the way, with the same bytes; None where it cannot do that for these rows and this layout.
+    push_encoding(x [T, D], ids, weights, plan, exchange, layout) -> (data uint8 [N, data_bytes], rest uint8 [N, ...],
+        counts): quantises and packs on the way; the packed rows' bytes, cut behind the data, which the receiver then
+        has as it needs it. None where it cannot do that for these rows and this layout.
     push_apart(x [T, D], tail uint8 [T, ...], plan, exchange): two arrays at once, ([N, D], [N, ...], counts), so that
         float rows need neither packing nor unpacking; None where it cannot do that.
     give_back(rows [N, W], counts int32 [R] or [E_loc, R], plan, exchange) -> [S, C, W]: what `Backend.give_back`
@@ -43,14 +44,14 @@ class Engine:
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
     reduce_as(y, weights, plan, exchange, out_dtype, wire): `reduce` with a quantised wire.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
-    row_unit: bytes to a multiple of which received rows are rounded up. collects(exchange, form): whether `reduce`
-        needs a buffer for what comes back.
+    row_unit: bytes to a multiple of which received rows and their parts are rounded up.
+    collects(exchange, form): whether `reduce` needs a buffer for what comes back.
     """
 
     name: str
     push: Callable[[jax.Array, Plan, Exchange], tuple[jax.Array, jax.Array]]
     reduce: Callable[[jax.Array, jax.Array | None, Plan, Exchange, jnp.dtype], jax.Array]
-    push_encoding: Callable[..., tuple[jax.Array, jax.Array] | None] | None = None
+    push_encoding: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
     push_apart: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
     give_back: Callable[[jax.Array, jax.Array, Plan, Exchange], jax.Array] | None = None
     prepare: Callable[[Plan, Exchange], Plan] | None = None
@@ -136,10 +137,12 @@ class Backend(abc.ABC):
         rows = self.num_rows(ex)
         engine = ex.engine if self.kernel_slot and ex.engine is not None and not ex.engine.staged else None
         unit = 1 if engine is None else engine.row_unit
+        parts = (layout.data_bytes, layout.row_bytes - layout.data_bytes)  # a kernel may deliver them apart
+        row = sum(-(-part // unit) * unit for part in parts)
         in_place = engine is not None and combine_row_bytes is None and not engine.collects(ex, self.form)
         sizes = {
             "dispatch_send": rows * layout.row_bytes if engine is None else 0,
-            "dispatch_receive": rows * (-(-layout.row_bytes // unit) * unit),
+            "dispatch_receive": rows * row,
             "combine_send": rows * back,
             "combine_receive": 0 if in_place else rows * back,
         }

@@ -28,7 +28,7 @@ from .scales import decode_rows, pack_rows
 class InFlight:
     """Rows on their way: the result of `start`, to be given to `finish` where they are needed.
 
-    data: None, or the rows' data [N, D] where it travelled apart from the ids and weights in `rows`.
+    data: None, or the rows' data where it travelled apart from what follows it (`rows` then holds the rest).
     """
 
     rows: jax.Array
@@ -69,11 +69,11 @@ def start(
     if engine is not None and engine.push_encoding is not None:
         sent = engine.push_encoding(x, ids, weights, plan, exchange, layout)
         if sent is not None:
-            return InFlight(sent[0].reshape(-1, layout.row_bytes), sent[1], None)
+            return InFlight(sent[1], sent[2], None, sent[0])
     if engine is not None and engine.push_apart is not None and layout.format is None:
         assert not isinstance(x, QTensor)  # whose layout names a format
-        tail = _without_data(layout)
-        apart = engine.push_apart(x.astype(layout.dtype), pack(x[:, :0], ids, weights, tail), plan, exchange)
+        tail = pack(x[:, :0].astype(layout.dtype), ids, weights, dataclasses.replace(layout, columns=0))
+        apart = engine.push_apart(x.astype(layout.dtype), tail, plan, exchange)
         if apart is not None:
             return InFlight(apart[1], apart[2], None, apart[0])
     rows, global_scale = pack_rows(x, ids, weights, layout, axis_name=exchange.axis_name, global_scale=global_scale)
@@ -82,11 +82,6 @@ def start(
     else:
         received, counts = backend.send(rows, plan, exchange, fill=jnp.asarray(layout.empty_row())), None
     return InFlight(received.reshape(-1, layout.row_bytes), counts, global_scale)
-
-
-def _without_data(layout: RowLayout) -> RowLayout:
-    """The row of ids and weights alone, of a float wire whose data travels apart."""
-    return dataclasses.replace(layout, columns=0)
 
 
 def finish(flight: InFlight, plan: Plan, *, backend: Backend, exchange: Exchange, layout: RowLayout) -> Received:
@@ -99,13 +94,13 @@ def finish(flight: InFlight, plan: Plan, *, backend: Backend, exchange: Exchange
         valid = received_valid(backend, full, plan, exchange)
     x, ids, weights = unpack(
         flight.rows,
-        layout if flight.data is None else _without_data(layout),
+        layout,
         rank=exchange.rank(),
         num_local=exchange.num_local,
         valid=valid,
         global_scale=flight.global_scale,
+        data=flight.data,
     )
-    x = x if flight.data is None else flight.data
     shape = (exchange.num_ranks, exchange.capacity)
     if backend.form == "batched":
         shape = (exchange.num_local, *shape)

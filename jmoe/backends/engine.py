@@ -85,7 +85,7 @@ def push(rows: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, ja
 
 def push_encoding(
     x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, plan: Plan, exchange: Exchange, layout: RowLayout
-) -> tuple[jax.Array, jax.Array] | None:
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:
     """Quantises rows [T, D] in the kernel that sends them; see `Engine.push_encoding`."""
     from pallas_kernels.all_to_all import mosaic_push_quantized
 
@@ -102,7 +102,7 @@ def push_encoding(
     tail = jnp.pad(tail, ((0, 0), (before, layout.row_bytes - layout.ids_offset - tail.shape[1])))
     assert exchange.axis_name is not None
     batched = plan.form == "batched"
-    received, counts = mosaic_push_quantized.push_quantized(
+    data, rest, counts = mosaic_push_quantized.push_quantized(
         x,
         tail,
         plan.slot,
@@ -115,7 +115,7 @@ def push_encoding(
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
     )
-    return received if batched else received.reshape(-1, layout.row_bytes), counts
+    return data.reshape(-1, data.shape[-1]), rest.reshape(-1, rest.shape[-1]), counts
 
 
 def push_apart(

@@ -47,6 +47,8 @@ def reason_not(shape: tuple[int, ...], dtype, fmt: str | BlockFormat) -> str | N
         return f"the kernel quantises {', '.join(KINDS)}, not {jnp.dtype(dtype).name}"
     if shape[-1] % fmt.block:
         return f"blocks of {fmt.block} do not divide rows of {shape[-1]} values"
+    if fmt.data_bytes(shape[-1]) % 16:
+        return f"{fmt.data_bytes(shape[-1])} bytes of data in a row: bulk copies move multiples of 16"
     return None
 
 
@@ -65,12 +67,13 @@ def push_quantized(
     num_local: int = 1,
     warpgroups: int = 3,
     schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantises row t of x and stores the packed row at `[own rank, slot[t, r]]` of rank r, where slot[t, r] >= 0.
 
-    x: bf16 [T, D]. tail: uint8 [T, row_bytes - layout.tail_start], what follows the scales in each row (ids, weights);
-    bytes in front of `layout.tail_offset` are overwritten. slot: int32 [T, R]. counts: int32 [R]. Returns (uint8
-    [R, C, row_bytes], received counts int32 [R]) as `push_rows` does.
+    x: bf16, f16 or f32 [T, D]. tail: uint8 [T, row_bytes - layout.tail_start], what follows the scales in each row
+    (ids, weights); bytes in front of `layout.tail_offset` are overwritten. slot: int32 [T, R]. counts: int32 [R].
+    Returns (data uint8 [R, C, data bytes], the rest of the row uint8 [R, C, row_bytes - data bytes], received counts
+    int32 [R]), filled as `push_rows` does: with the data apart, the receiver need not copy it out of the rows.
     Batched form: target int32 [T, K] with slot [T, K], counts [R * E_loc], num_ranks R and num_local E_loc, and results
     as `push_batched` gives them. Raises ValueError for what `reason_not` names.
     """
@@ -87,6 +90,8 @@ def push_quantized(
         tables, places = (target, slot), batched_places(axis_name, num_ranks, num_local, capacity)
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_tokens(tokens, stages=9)
+    cut = fmt.data_bytes(width)
+    parts = (pl.ds(0, cut), pl.ds(cut, row - cut))
     stride = stride_of(row, 1, schedule)
     fitting = min(schedule.stages, SHARED_MEMORY // (row_bytes(x) + stride))
     # A warpgroup frees a stage when it is done with its next row, so it needs two. And a multiple of the warpgroups:
@@ -106,7 +111,7 @@ def push_quantized(
 
     def body(x_ref, tail_ref, counts_ref, *refs):
         table_refs = refs[: len(tables)]
-        out_ref, out_counts_ref, rows, packed, scratch, full, empty = refs[len(tables) :]
+        *out_refs, out_counts_ref, rows, packed, scratch, full, empty = refs[len(tables) :]
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
         blocks = int32(schedule.blocks)
@@ -154,12 +159,13 @@ def push_quantized(
 
                     @pl.when(place >= 0)
                     def _(peer=peer, place=place):
-                        target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
-                        plgpu.copy_smem_to_gmem(
-                            packed.at[stage, :, pl.ds(0, row)],
-                            target.at[pl.ds(place, 1), pl.ds(0, row)],
-                            commit_group=False,
-                        )
+                        for out_ref, part in zip(out_refs, parts, strict=True):
+                            target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
+                            plgpu.copy_smem_to_gmem(
+                                packed.at[stage, :, part],
+                                target.at[pl.ds(place, 1), pl.ds(0, part.size)],
+                                commit_group=False,
+                            )
 
                 plgpu.commit_smem_to_gmem_group()
 
@@ -179,10 +185,11 @@ def push_quantized(
             plgpu.wait_smem_to_gmem(0)
             completion(axis_name, num_ranks, schedule, signallers=warpgroups, waiter=role == 1)  # pyright: ignore[reportArgumentType]
 
-    out, out_counts = plgpu.kernel(
+    total = num_ranks * num_local * capacity
+    *outs, out_counts = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((num_ranks * num_local * capacity, stride), jnp.uint8),
+            *(jax.ShapeDtypeStruct((total, stride_of(p.size, 1, schedule)), jnp.uint8) for p in parts),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
@@ -194,10 +201,11 @@ def push_quantized(
         ],
         **kernel_params(schedule, f"push_{fmt.name}", warpgroups=1 + warpgroups),
     )(x, tail, counts, *tables)
-    out = out[:, :row]  # fuses into whatever reads the rows
+    outs = [out[:, : part.size] for out, part in zip(outs, parts, strict=True)]
     if target is None:
-        return out.reshape(num_ranks, capacity, row), out_counts
-    return out.reshape(num_local, num_ranks * capacity, row), out_counts.reshape(num_ranks, num_local).T
+        return *(out.reshape(num_ranks, capacity, -1) for out in outs), out_counts
+    counts = out_counts.reshape(num_ranks, num_local).T
+    return *(out.reshape(num_local, num_ranks * capacity, -1) for out in outs), counts
 
 
 def _shared_address(ref) -> ir.Value:
