@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 import struct
 import sys
@@ -27,30 +28,47 @@ ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
 PICTURE = FIGURES / "throughput.png"
 
-# What the README shows of each benchmark, in this order: patterns of a record's name and case. A pattern shows the
-# first record that fits, so that every line stands for one figure of one run. docs/figures.md has all of them.
-HEADLINES: dict[str, tuple[tuple[str, str], ...]] = {
-    "quantize": (
-        (r"quantise mxfp8$", r"^16384x7168"),
-        (r"quantise fp8_128$", r"^16384x7168"),
-        (r"quantise nvfp4_token$", r"^16384x7168"),
-        (r"quantise nvfp4_token_4o6$", r"^16384x7168"),
+# What the README shows: panels of the picture, each of one benchmark, with patterns of records' names and cases. A
+# pattern shows the first record that fits: every line stands for one figure of one run. docs/figures.md has all of them.
+PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "quantize",
+        "quantise 16384 x 7168 bfloat16",
+        tuple((f"^quantise {f}$", "^16384x7168") for f in ("mxfp8", "fp8_128", "nvfp4_token", "nvfp4_token_4o6")),
     ),
-    "dispatch": (
-        (r"^dispatch nvlink_one_sided bfloat16", r"T=8192 "),
-        (r"^dispatch nvlink_one_sided mxfp8", r"T=8192 "),
-        (r"^dispatch nvlink_one_sided nvfp4_token", r"T=8192 "),
-        (r"^combine nvlink_one_sided bfloat16", r"T=8192 "),
+    (
+        "dispatch",
+        "dispatch and combine, 8192 tokens of 7168 on each rank",
+        (
+            (r"^dispatch nvlink_one_sided bfloat16", r"T=8192 "),
+            (r"^dispatch nvlink_one_sided mxfp8", r"T=8192 "),
+            (r"^dispatch nvlink_one_sided nvfp4_token", r"T=8192 "),
+            (r"^combine nvlink_one_sided bfloat16", r"T=8192 "),
+        ),
     ),
-    "grouped-matmul": (
-        (r"^bf16$", r"T=32768 K=4096 N=3072 E=32$"),
-        (r"^fp8$", r"T=32768 K=4096 N=3072 E=32$"),
-        (r"^bf16$", r"T=64 K=7168"),
-        (r"^nvfp4$", r"T=64 K=7168"),
+    (
+        "grouped-matmul",
+        "grouped matmul, many rows",
+        ((r"^bf16$", r"T=32768 K=4096 N=3072 E=32$"), (r"^fp8$", r"T=32768 K=4096 N=3072 E=32$")),
     ),
-    "layer": ((r".", r"T=8192"), (r".", r"T=64\b"), (r".", r"T=1\b")),
-    "model": ((r"prefill", r"."), (r"decode", r"batch 1\b"), (r"decode", r"batch 64\b")),
-}
+    (
+        "grouped-matmul",
+        "grouped matmul, few rows: bytes of weights",
+        ((r"^bf16$", r"T=64 K=7168"), (r"^fp8_128x128$", r"T=64 K=7168"), (r"^nvfp4$", r"T=64 K=7168")),
+    ),
+    *(
+        (
+            "layer",
+            f"the whole layer, {shape}, {tokens} tokens",
+            ((r"^BF16$", f"^{shape} T={tokens}$"), (r"^FP8-128$", f"^{shape} T={tokens}$"))
+            + ((r"^NVFP4 weights$", f"^{shape} T={tokens}$"), (r"^EP, BF16 wire$", f"^{shape} T={tokens} R=2")),
+        )
+        for shape, tokens in (("qwen3-30b-a3b", 8192), ("qwen3-30b-a3b", 64))
+    ),
+    ("model", "prefill", ((r"^prefill, BF16", "."), (r"^prefill, FP8", "."))),
+    ("model", "decode, batch 1", ((r"^decode, BF16", r"^batch 1,"), (r"^decode, NVFP4", r"^batch 1,"))),
+    ("model", "decode, batch 64", ((r"^decode, BF16", r"^batch 64,"), (r"^decode, NVFP4", r"^batch 64,"))),
+)
 JMOE, PEERS = "#1b6ca8", ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b")  # colours
 MOST = 8  # lines of a benchmark without headlines that fit
 
@@ -71,13 +89,33 @@ def load(folder: Path = FIGURES) -> dict[str, list[Record]]:
     return runs
 
 
-def headlines(bench: str, records: Sequence[Record]) -> list[Record]:
-    """The records that the README shows."""
+def panels(runs: dict[str, list[Record]]) -> list[tuple[str, str, list[Record]]]:
+    """(benchmark, title, records) of what the README shows; a run that no pattern fits by its first records."""
     found = []
-    for name, case in HEADLINES.get(bench, ()):
-        fits = (r for r in records if re.search(name, r.name) and re.search(case, r.case) and r not in found)
-        found += [r for r in [next(fits, None)] if r is not None]
-    return found or sorted(records, key=lambda r: r.peer is None)[:MOST]
+    for bench, title, patterns in PANELS:
+        shown: list[Record] = []
+        for name, case in patterns:
+            records = runs.get(bench, [])
+            fits = (r for r in records if re.search(name, r.name) and re.search(case, r.case) and r not in shown)
+            shown += [r for r in [next(fits, None)] if r is not None]
+        found += [(bench, title, shown)] if shown else []
+    for bench, records in runs.items():
+        if bench not in [b for b, _, _ in found]:
+            first = records[0].unit  # one panel has one axis
+            found.append((bench, BENCHES[bench], [r for r in records if r.unit == first][:MOST]))
+    return found
+
+
+def peers(r: Record, records: Sequence[Record]) -> dict[str, float]:
+    """The peers' figures for a record, in its unit: its own, or records of the same case that are of a peer."""
+    several = dict(r.parameters.get("peers") or {})
+    if r.peer is not None:
+        several.setdefault(r.peer_name, r.peer)
+        names = {other.peer_name for other in records if other.peer is not None}
+        for other in records:
+            if other.name in names and (other.case, other.unit) == (r.case, r.unit) and other.value is not None:
+                several.setdefault(other.name, other.value)
+    return several
 
 
 # --- text
@@ -106,15 +144,9 @@ def duration(seconds: float | None) -> str:
     )
 
 
-def peers(r: Record) -> dict[str, float]:
-    """Every peer's figure of a record, in its unit."""
-    several = r.parameters.get("peers") or {}
-    return dict(several) or ({r.peer_name: r.peer} if r.peer is not None else {})
-
-
-def figure_row(r: Record) -> list[str]:
+def figure_row(r: Record, records: Sequence[Record]) -> list[str]:
     share = "" if r.share is None else f"{100 * r.share:.0f} % of {r.ceiling_name}"
-    others = ", ".join(f"{name} {number(value)}" for name, value in peers(r).items())
+    others = ", ".join(f"{name} {number(value)}" for name, value in peers(r, records).items())
     times = "" if r.against_peer is None else f"{r.against_peer:.2f} x"
     error = "" if r.error is None else f"{r.error:.1e}"
     return [r.name, r.case, f"{number(r.value)} {r.unit}", duration(r.seconds), share, others, times, error]
@@ -136,7 +168,8 @@ def figures_text(runs: dict[str, list[Record]]) -> str:
     parts = ["![throughput of jmoe and its peers](docs/figures/throughput.png)"]
     keep = [0, 1, 2, 4, 5, 6]  # times and errors are in docs/figures.md
     for bench, records in runs.items():
-        rows = [[figure_row(r)[i] for i in keep] for r in headlines(bench, records)]
+        shown = [r for b, _, group in panels(runs) for r in group if b == bench]
+        rows = [[figure_row(r, records)[i] for i in keep] for r in shown]
         parts += [f"**{BENCHES[bench]}** ({where(records)})", table([FIGURE_HEAD[i] for i in keep], rows)]
     return "\n\n".join(parts)
 
@@ -151,7 +184,7 @@ def all_figures_text(runs: dict[str, list[Record]]) -> str:
         parts += [
             f"## {bench}",
             f"{BENCHES[bench]} ({where(records)})" + (f"; error: {errors}" if errors else ""),
-            table(FIGURE_HEAD, [figure_row(r) for r in records]),
+            table(FIGURE_HEAD, [figure_row(r, records) for r in records]),
         ]
     return "\n\n".join(parts)
 
@@ -282,66 +315,73 @@ def drawn_from(path: Path) -> str | None:
     return None
 
 
-def throughput(r: Record) -> tuple[float, str, dict[str, float]]:
-    """(value, unit, peers) of a record, more is better: times become tokens per second."""
-    tokens = r.parameters.get("T") or r.parameters.get("tokens")
-    if not r.lower_is_better:
-        return float(r.value or 0.0), r.unit, peers(r)
-    scale = {"s": 1.0, "ms": 1e-3, "us": 1e-6}.get(r.unit)
-    if tokens and scale and r.value:
-        rate = lambda time: tokens / (time * scale) / 1e3  # noqa: E731
-        return rate(r.value), "thousand tokens/s", {n: rate(v) for n, v in peers(r).items() if v}
-    return float(r.value or 0.0), f"{r.unit}, less is better", peers(r)
-
-
 def draw(runs: dict[str, list[Record]], path: Path) -> None:
-    """One panel for each benchmark and unit: jmoe's bar, its peers' below it, the ceiling as a mark."""
+    """A bar for each record, below it those of its peers, the ceiling as a mark; one axis for each panel."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = []
-    for bench, records in runs.items():
-        by_unit: dict[str, list[tuple[Record, float, dict[str, float]]]] = {}
-        for r in headlines(bench, records):
-            value, unit, others = throughput(r)
-            by_unit.setdefault(unit, []).append((r, value, others))
-        panels += [(bench, unit, group) for unit, group in by_unit.items()]
-    names = list(dict.fromkeys(n for _, _, group in panels for _, _, others in group for n in others))
+    bars = []  # panel -> (label, jmoe's value, ceiling, peers that are not shown in it yet)
+    for bench, _, group in panels(runs):
+        seen: set[tuple[str, float]] = set()
+        lines = []
+        for r in group:
+            others = {n: v for n, v in peers(r, runs[bench]).items() if (n, v) not in seen}
+            seen |= set(others.items())
+            lines.append((r, others))
+        bars.append(lines)
+    names = list(dict.fromkeys(n for lines in bars for _, others in lines for n in others))
     colours = {name: PEERS[i % len(PEERS)] for i, name in enumerate(names)}
-    bars = [sum(1 + len(others) for _, _, others in group) + 0.8 * len(group) for _, _, group in panels]
-    heights = [0.24 * n + 0.75 for n in bars]
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(10, sum(heights) + 0.9), squeeze=False, height_ratios=heights, layout="constrained"
-    )
-    for ax, (bench, unit, group) in zip(axes[:, 0], panels, strict=True):
-        y, ticks, top = 0.0, [], 0.0
-        for r, value, others in group:
-            start = y
-            for name, v in {"jmoe": value, **others}.items():
-                ax.barh(y, v, height=0.85, color=colours.get(name, JMOE))
-                ax.annotate(number(v), (v, y), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
-                y, top = y + 1, max(top, v)
-            if r.ceiling and not r.lower_is_better:
-                ax.plot([r.ceiling] * 2, [start - 0.5, y - 0.5], color="black", lw=1.2)
-                top = max(top, r.ceiling)
-            ticks.append(((start + y - 1) / 2, f"{r.name}\n{r.case}"))
-            y += 0.8
-        ax.set_yticks([t for t, _ in ticks], [label for _, label in ticks], fontsize=7.5)
-        ax.set_xlim(0, top * 1.09)
-        ax.invert_yaxis()
-        ax.set_xlabel(unit, fontsize=8)
-        ax.tick_params(axis="x", labelsize=8)
-        ax.set_title(f"{BENCHES[bench]}  ({where(runs[bench])})", fontsize=8.5, loc="left")
-        ax.grid(axis="x", alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
+    heights = [0.24 * sum(1.6 + len(others) for _, others in lines) + 0.75 for lines in bars]
+    half = next(i for i in range(len(bars) + 1) if sum(heights[:i]) >= sum(heights) / 2)
+    columns = [c for c in (list(range(half)), list(range(half, len(bars)))) if c]
+    tallest = max(sum(heights[i] for i in c) for c in columns)
+    figure = plt.figure(figsize=(7.5 * len(columns), tallest + 0.7), layout="constrained")
+    *parts, legend = figure.subfigures(2, len(columns), height_ratios=(tallest, 0.5), squeeze=False).flat[
+        : len(columns) + 1
+    ]
+    for part, column in zip(parts, columns, strict=True):
+        axes = part.subplots(len(column), 1, squeeze=False, height_ratios=[heights[i] for i in column])[:, 0]
+        for ax, i in zip(axes, column, strict=True):
+            bench, title, group = panels(runs)[i]
+            _panel(ax, f"{title}\n{where(runs[bench])}", group, bars[i], colours)
     handles: list = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (JMOE, *colours.values())]
-    handles.append(plt.Line2D([], [], color="black", lw=1.2))
+    handles.append(plt.Line2D([], [], color="black", lw=1.5))
     labels = ["jmoe", *colours, "ceiling"]
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=110, metadata={"Source": digest(path.parent)})
+    legend.legend(handles, labels, loc="center left", ncols=len(labels), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=100, metadata={"Source": digest(path.parent)})
     plt.close(figure)
+
+
+def _panel(ax, title: str, group: list[Record], lines, colours: dict[str, str]) -> None:
+    """One axis. lines: (record, peers to draw below it)."""
+    top = max(max([r.value or 0.0, r.ceiling or 0.0, *others.values()]) for r, others in lines)
+    common = os.path.commonprefix([r.case for r in group])
+    y, ticks = 0.0, []
+    for r, others in lines:
+        for name, v in {"jmoe": r.value or 0.0, **others}.items():
+            ax.barh(y, v, height=0.85, color=colours.get(name, JMOE))
+            inside = v > 0.2 * top
+            where_text = dict(xytext=(-4 if inside else 4, 0), ha="right" if inside else "left")
+            colour = "white" if inside else "black"
+            text = dict(textcoords="offset points", va="center", fontsize=7.5, color=colour, zorder=5)
+            ax.annotate(number(v), (v, y), **where_text, **text)
+            if name == "jmoe":
+                rest = r.case[len(common) :].strip()  # what the other cases do not say
+                ticks.append((y, f"{r.name} ({rest})" if rest else r.name))
+                if r.ceiling:
+                    ax.plot([r.ceiling] * 2, [y - 0.5, y + 0.5], color="black", lw=1.5)
+            y += 1
+        y += 0.6
+    ax.set_yticks([at for at, _ in ticks], [label for _, label in ticks], fontsize=7.5)
+    ax.set_xlim(0, top * 1.09)
+    ax.set_ylim(y - 0.9, -0.8)
+    ax.set_xlabel(f"{group[0].unit}{', less is better' if group[0].lower_is_better else ''}", fontsize=8)
+    ax.tick_params(axis="x", labelsize=8)
+    ax.set_title(title, fontsize=8.5, loc="left")
+    ax.grid(axis="x", alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
