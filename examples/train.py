@@ -2,10 +2,12 @@
 
     python examples/train.py --out my_model --steps 300 --batch 8            # laptop: eight virtual devices
     python examples/train.py --out my_model --steps 8000 --dense-experts     # one GPU: how examples/tiny_model was made
+    python examples/train.py --out my_model --steps 200 --large --quant none mxfp8   # fills a GPU or two
 
 Every step sends its tokens to the experts' ranks in the format of --quant; the gradient passes straight through the
 rounding. The folder at --out becomes a Hugging Face Qwen3-MoE checkpoint (config.json, model.safetensors) with the loss
-history and its plot beside it, and `generate.py --model` takes it.
+history and its plot beside it, and `generate.py --model` takes it. Several formats are trained one after another on the
+same batches, and their curves are drawn over each other.
 
 --dense-experts computes every expert for every token on one device (examples/dense_moe.py) and rounds the experts'
 input to the same format. With 16 experts of width 64 that is a single large matmul, which one GPU does faster than it
@@ -29,7 +31,10 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--batch", type=int, default=64, help="sequences in a step, a multiple of --devices")
     p.add_argument("--context", type=int, default=512, help="tokens in a sequence")
     p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of the cosine schedule")
-    p.add_argument("--quant", default="nvfp4_token", help="format of the dispatch: none, mxfp8, nvfp4_token, ...")
+    p.add_argument(
+        "--quant", nargs="+", default=["nvfp4_token"], help="format of the dispatch: none, mxfp8, nvfp4_token, ..."
+    )
+    p.add_argument("--large", action="store_true", help="a model with 2.6 billion parameters, 0.5 of them active")
     p.add_argument("--backend", default="auto")
     p.add_argument(
         "--devices", type=int, default=8, help="expert-parallel ranks; virtual CPU devices where there is no GPU"
@@ -45,7 +50,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0)
     for name, value in TINY.items():
         if isinstance(value, int) and not isinstance(value, bool) and name not in ("vocab_size", "eos_token_id"):
-            p.add_argument("--" + name.replace("_", "-"), type=int, default=value, help=argparse.SUPPRESS)
+            p.add_argument("--" + name.replace("_", "-"), type=int, help=argparse.SUPPRESS)
     return p.parse_args(argv)
 
 
@@ -78,7 +83,21 @@ TINY = {
     "eos_token_id": 256,
     "pad_token_id": 257,
 }
+LARGE = dict(
+    hidden_size=2048, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+    num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768, max_position_embeddings=1024,
+)  # fmt: skip
 Z_LOSS = 1e-3
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}  # BF16, datasheets
+
+
+def flops_per_token(config, context: int) -> float:
+    """Of a training step: 6 for each weight that a token meets, and causal attention."""
+    m = config.moe
+    attention = 2 * m.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
+    experts = 3 * m.hidden_size * m.intermediate_size * m.num_experts_per_tok + m.hidden_size * m.num_experts
+    weights = config.num_layers * (attention + experts) + m.hidden_size * config.vocab_size
+    return 6.0 * weights + 6.0 * config.num_layers * config.num_heads * config.head_dim * context
 
 
 def main(argv=None) -> dict:
@@ -87,8 +106,26 @@ def main(argv=None) -> dict:
         os.environ["XLA_FLAGS"] = (
             os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={args.devices}"
         )
-    import jax
     import jax.numpy as jnp
+    import qwen3_moe
+
+    sizes = TINY | (LARGE if args.large else {})
+    hf = {name: value if getattr(args, name, None) is None else getattr(args, name) for name, value in sizes.items()}
+    results, first = {}, None
+    for quant in args.quant:
+        results[quant], model = train(args, hf, quant)
+        first = first or model
+    result = next(iter(results.values())) | {"runs": {quant: r["history"] for quant, r in results.items()}}
+    args.out.mkdir(parents=True, exist_ok=True)
+    qwen3_moe.save(first, hf, args.out, dtype=jnp.bfloat16)
+    (args.out / "training.json").write_text(json.dumps(result))
+    plot(result, args.out / "loss.png")
+    return result
+
+
+def train(args, hf: dict, quant: str):
+    """One run, with the dispatch in `quant`: (what was measured, the model)."""
+    import jax
     import numpy as np
     import optax
     import qwen3_moe
@@ -104,13 +141,14 @@ def main(argv=None) -> dict:
     devices = 1 if args.dense_experts else min(args.devices, jax.device_count())
     mesh = jax.make_mesh((devices,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
     split = jax.NamedSharding(mesh, jax.P("ep"))
-    hf = {name: getattr(args, name, value) for name, value in TINY.items()}
-    dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    config = qwen3_moe.Config.from_hf(hf, dtype=dtype, quant=QuantConfig(activations=args.quant))
+    on_gpu = jax.default_backend() == "gpu"
+    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+    config = qwen3_moe.Config.from_hf(hf, dtype=dtype, quant=QuantConfig(activations=quant))
     make_moe = DenseMoE if args.dense_experts else functools.partial(MoE, mesh=mesh, backend=args.backend)
     model = qwen3_moe.Qwen3Moe(config, moe=make_moe, rngs=nnx.Rngs(args.seed))
-    if not args.dense_experts:  # a sharded layer takes a CPU several seconds to compile: do that once
+    if not args.dense_experts and not on_gpu:  # a sharded layer takes a CPU several seconds to compile: do that once
         model = qwen3_moe.stack_layers(model)
+    stacked = isinstance(model.layers, qwen3_moe.Block)
 
     corpus, held_out = text.training_text(args.library), text.held_out_text(args.library)
     gzip_bpb = text.gzip_bits_per_byte(held_out)
@@ -121,18 +159,20 @@ def main(argv=None) -> dict:
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)
     )
     graph, params, rest = nnx.split(model, nnx.Param, ...)
+    del model
 
     def place(path, array):
-        """Expert weights [layers, E, ...] are spread over the ranks, everything else (and its moments) is on all of
-        them.
+        """Expert weights [E, ...] (stacked: [layers, E, ...]) are spread over the ranks, everything else (and its
+        moments) is on all of them.
         """
         names = jax.tree_util.keystr(path)
         expert = devices > 1 and ("gate_up" in names or "down" in names)
-        return jax.device_put(array, jax.NamedSharding(mesh, jax.P(None, "ep") if expert else jax.P()))
+        axes = (None, "ep") if stacked else ("ep",)
+        return jax.device_put(array, jax.NamedSharding(mesh, jax.P(*axes) if expert else jax.P()))
 
     params = jax.tree_util.tree_map_with_path(place, params)
     state = jax.tree_util.tree_map_with_path(place, optimizer.init(params))
-    print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters on {devices} device(s), {dtype}")
+    print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters on {devices} device(s), {dtype}, {quant}")
 
     def loss_of(params, tokens):
         model = nnx.merge(graph, params, rest)
@@ -151,29 +191,43 @@ def main(argv=None) -> dict:
     rng = np.random.default_rng(args.seed)
     window = np.arange(args.context + 1)
     few, final = (text.windows(held_out, args.context, limit=n) for n in (args.eval_windows, args.final_windows))
-    history, started = [], time.perf_counter()
+    history, started, evaluating = [], time.perf_counter(), 0.0
+    speed_from = (0, started)  # steps and time before the speed is measured: those of the first evaluation or compile
     with tqdm(total=args.steps, unit="step", mininterval=1.0) as bar:
         for i in range(1, args.steps + 1):
             starts = rng.integers(0, len(corpus) - args.context, args.batch)
             tokens = jax.device_put(corpus[starts[:, None] + window[None, :]], split)
             params, state, (bits, balance) = step(params, state, tokens)
+            if i <= 2:
+                jax.block_until_ready(params)
+                speed_from, evaluating = (i, time.perf_counter()), 0.0
             if i == 1 or i % max(1, args.steps // 300) == 0 or i == args.steps:
                 record = {"step": i, "bytes": i * args.batch * args.context, "train": float(bits)}
                 record |= {"balance": float(balance), "seconds": time.perf_counter() - started}
+                if i == args.steps:
+                    spent = time.perf_counter() - speed_from[1] - evaluating
                 if i == args.steps or i // args.eval_every > sum("held_out" in h for h in history):
+                    before = time.perf_counter()
                     windows = final if i == args.steps else few
                     record["held_out"] = bits_per_byte(nnx.merge(graph, params, rest), *windows, batch=32)
+                    evaluating += time.perf_counter() - before
                 history.append(record)
                 bar.set_postfix({k: f"{v:.3f}" for k, v in record.items() if k in ("train", "held_out", "balance")})
                 bar.update(i - bar.n)
     result = {"held_out_bits_per_byte": history[-1]["held_out"], "gzip_bits_per_byte": gzip_bpb, "history": history}
-    print(f"held-out bits per byte {history[-1]['held_out']:.4f}, gzip -9 {gzip_bpb:.4f}")
+    print(f"{quant}: held-out bits per byte {history[-1]['held_out']:.4f}, gzip -9 {gzip_bpb:.4f}")
+    if args.steps > speed_from[0]:
+        rate = (args.steps - speed_from[0]) * args.batch * args.context / spent
+        kind = jax.devices()[0].device_kind
+        peak = next((p for name, p in PEAK_FLOPS.items() if name in kind), None)
+        flops = rate * flops_per_token(config, args.context) / devices
+        result |= {"tokens_per_second": rate, "mfu": None if peak is None else flops / peak}
+        share = "" if peak is None else f", {flops / peak:.1%} of the {peak / 1e12:.0f} TFLOP/s of its datasheet"
+        print(f"{quant}: {rate:,.0f} tokens/s on {devices} x {kind}, {flops / 1e12:.1f} TFLOP/s on each{share}")
+    return result, nnx.merge(graph, params, rest)
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    qwen3_moe.save(nnx.merge(graph, params, rest), hf, args.out, dtype=jnp.bfloat16)
-    (args.out / "training.json").write_text(json.dumps(result))
-    plot(result, args.out / "loss.png")
-    return result
+
+PAIRS = [("#9bb7d4", "#1f4e79"), ("#e8b9a0", "#b5532a"), ("#a9d0b0", "#2e6b3e"), ("#c9b6dc", "#5b3a85")]  # colours
 
 
 def plot(result: dict, path: pathlib.Path) -> None:
@@ -183,16 +237,18 @@ def plot(result: dict, path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    history = result["history"]
-    x = [h["bytes"] / 1e6 for h in history]
-    seen = [(h["bytes"] / 1e6, h["held_out"]) for h in history if "held_out" in h]
     fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
-    ax.plot(x, [h["train"] for h in history], color="#9bb7d4", lw=1, label="training batch")
-    ax.plot(*zip(*seen, strict=True), color="#1f4e79", lw=2, marker="o", ms=3, label="held-out text")
-    ax.axhline(result["gzip_bits_per_byte"], color="#b5532a", ls="--", lw=1.2, label="gzip -9 on the held-out text")
-    ax.annotate(
-        f"{seen[-1][1]:.2f}", seen[-1], textcoords="offset points", xytext=(-4, 10), ha="right", color="#1f4e79"
-    )
+    runs = result["runs"]
+    for (quant, history), (light, dark) in zip(runs.items(), PAIRS * len(runs), strict=False):
+        mark = f", {quant} dispatch" if len(runs) > 1 else ""
+        x = [h["bytes"] / 1e6 for h in history]
+        seen = [(h["bytes"] / 1e6, h["held_out"]) for h in history if "held_out" in h]
+        ax.plot(x, [h["train"] for h in history], color=light, lw=1, label="training batch" + mark)
+        ax.plot(*zip(*seen, strict=True), color=dark, lw=2, marker="o", ms=3, label="held-out text" + mark)
+    ax.axhline(result["gzip_bits_per_byte"], color="#7f7f7f", ls="--", lw=1.2, label="gzip -9 on the held-out text")
+    last = [h for h in result["history"] if "held_out" in h][-1]
+    end = (last["bytes"] / 1e6, last["held_out"])
+    ax.annotate(f"{end[1]:.2f}", end, textcoords="offset points", xytext=(-4, 10), ha="right", color="#1f4e79")
     ax.set(xlabel="million bytes read", ylabel="bits per byte", ylim=(0.5, 4), xlim=(0, None))
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
