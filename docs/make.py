@@ -28,8 +28,8 @@ ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
 PICTURE = FIGURES / "throughput.png"
 
-# What the README shows: panels of the picture, each of one benchmark, with patterns of records' names and cases. A
-# pattern shows the first record that fits: every line stands for one figure of one run. docs/figures.md has all of them.
+# What the README shows: panels of the picture, each of one benchmark, with patterns of names and cases. A pattern shows
+# the first record that fits: every line stands for one figure of one run. docs/figures.md has all of them.
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "quantize",

@@ -406,7 +406,7 @@ def _bench(args: argparse.Namespace) -> int:
     environment = common.environment()
     records = [dataclasses.replace(r, environment=environment) for r in records]
     where = f"{environment['num_devices']} x {environment['device_kind']}, JAX {environment['jax']}"
-    console.print(compare.table(records, title=f"jmoe bench {args.name}: {where}"))
+    compare.report(console, records, title=f"jmoe bench {args.name}: {where}")
     if args.json:
         common.write_json(args.json, args.name, records)
         console.print(f"Wrote {args.json}.", highlight=False)

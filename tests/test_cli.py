@@ -208,6 +208,16 @@ def test_bench_prints_and_writes(capsys, tmp_path, toy):
     assert out_png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_bench_prints_whole_words_and_figures_on_any_terminal(capsys, monkeypatch, toy, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.main(["bench", "quantize", "--smoke"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out and max(map(len, out.splitlines())) <= width
+    for part in ("mxfp8", "16x64", "100", "GB/s", "50 %", "copy"):
+        assert part in out
+
+
 def test_bench_uses_the_modules_own_picture_and_tuning(capsys, tmp_path, toy):
     toy.plot = lambda records, path: open(path, "w").write(records[0].name)
     toy.tune = lambda progress: [Record("best tile", "16x64", 1.0, "us")]

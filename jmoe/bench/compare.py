@@ -6,14 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 
 from rich import box
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from .common import Record
 
+NOT_MEANINGFUL = "(*) this run says nothing about speed: tiny shapes, or a device that stands in for another."
 
-def _number(value: float | None, spec: str = ".4g") -> str:
-    return "-" if value is None else format(value, spec)
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def _time(seconds: float | None) -> str:
@@ -62,21 +68,48 @@ def table(records: Sequence[Record], *, title: str) -> Table:
         out.add_row(
             r.name,
             r.case,
-            "-" if r.value is None else f"{r.value:.4g}{unit}{'' if r.meaningful else ' (*)'}",
+            "-" if r.value is None else f"{_number(r.value)}{unit}{'' if r.meaningful else ' (*)'}",
             _time(r.seconds),
-            "-" if r.ceiling is None else f"{r.ceiling:.4g}{ceilings.mark(r.ceiling_name)}",
+            "-" if r.ceiling is None else f"{_number(r.ceiling)}{ceilings.mark(r.ceiling_name)}",
             "-" if share is None else _short(share),
-            "-" if r.peer is None else f"{r.peer:.4g}{peers.mark(r.peer_name)}",
+            "-" if r.peer is None else f"{_number(r.peer)}{peers.mark(r.peer_name)}",
             "-" if times is None else f"{times:.2f} x",
             "-" if r.error is None else f"{r.error:.2g}{errors.mark(r.error_name)}",
             style="" if r.meaningful else "dim",
         )
     legend = [line for line in (ceilings.legend(), peers.legend(), errors.legend()) if line]
     if not all(r.meaningful for r in records):
-        legend.append("(*) this run says nothing about speed: tiny shapes, or a device that stands in for another.")
+        legend.append(NOT_MEANINGFUL)
     out.caption = Text("\n".join(legend))
     out.caption_justify = "left"
     return out
+
+
+def lines(records: Sequence[Record], *, title: str) -> Text:
+    """The same for narrow terminals: what was measured on one line, its figures on the next."""
+    out = Text(f"{title}\n", style="")
+    for r in records:
+        parts = ["-" if r.value is None else f"{_number(r.value)} {r.unit}{'' if r.meaningful else ' (*)'}"]
+        if r.seconds is not None:
+            parts.append(_time(r.seconds))
+        if r.share is not None:
+            parts.append(f"{_short(r.share)} of {r.ceiling_name}")
+        if r.against_peer is not None:
+            parts.append(f"{r.against_peer:.2f} x {r.peer_name}")
+        if r.error is not None:
+            parts.append(f"{r.error_name} {r.error:.2g}")
+        out.append(f"\n{r.name}, {r.case}\n", style="bold" if r.meaningful else "dim bold")
+        out.append(f"  {', '.join(parts)}", style="" if r.meaningful else "dim")
+    if not all(r.meaningful for r in records):
+        out.append(f"\n\n{NOT_MEANINGFUL}")
+    return out
+
+
+def report(console: Console, records: Sequence[Record], *, title: str) -> None:
+    """Print `table`, or `lines` where the terminal is too narrow for it."""
+    wide = table(records, title=title)
+    fits = Measurement.get(console, console.options.update(max_width=1000), wide).maximum <= console.width
+    console.print(wide if fits else lines(records, title=title), highlight=False)
 
 
 @dataclasses.dataclass(frozen=True)
