@@ -20,7 +20,7 @@ from .bias import group_rows
 from .gated import gated_projection
 from .inputs import check_input, quantize_rows
 from .table import get_experts
-from .weights import ExpertWeights, check_weights
+from .weights import ExpertWeights, check_weights, in_dtype
 
 
 def apply_experts(
@@ -147,6 +147,7 @@ def _flat_rows(x):
 def _compute(x, order, row_weight, params, config, spec, quantize_input, straight_through, implementation):
     """Unweighted outputs in expert order, [M, D] of the layer's dtype; zero past the last place."""
     dtype, quant, sizes = config.jnp_dtype, config.quant, order.group_sizes
+    params = in_dtype(params, dtype)
     num_places = order.source.shape[0]
 
     def matmul(rows, w, through):

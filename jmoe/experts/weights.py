@@ -70,6 +70,12 @@ def check_weights(params: ExpertWeights, config: MoEConfig) -> None:
             )
 
 
+def in_dtype(params: ExpertWeights, dtype) -> ExpertWeights:
+    """Float matrices in the dtype of the computation (parameters that are trained have a wider one)."""
+    cast = lambda w: w if isinstance(w, QTensor) else w.astype(dtype)  # noqa: E731
+    return dataclasses.replace(params, gate_up=cast(params.gate_up), down=cast(params.down))
+
+
 def flat_gate_up(w: jax.Array | QTensor) -> jax.Array | QTensor | None:
     """gate_up [E, 2, F, D] as one stack [E, 2 * F, D]; None where tiles of 128 rows would straddle gate and up."""
     if not isinstance(w, QTensor):
