@@ -91,6 +91,7 @@ class DeviceCaps:
         )
 
     def describe(self) -> str:
+        """One line for people: "8 x NVIDIA H200, Hopper, one NVLink domain"."""
         name = self.name or self.generation
         where = f", {self.generation}" if self.compute_capability and self.name else ""
         hosts = f" ({self.num_hosts} hosts)" if self.num_hosts > 1 else ""

@@ -184,10 +184,12 @@ class MoEConfig:
 
     @property
     def jnp_dtype(self):
+        """`dtype` as a numpy dtype."""
         return jnp.dtype(self.dtype)
 
     @property
     def output_size(self) -> int:
+        """Columns of the output: hidden_size_unpadded where it is given, else D."""
         return self.hidden_size_unpadded or self.hidden_size
 
     @classmethod

@@ -349,6 +349,7 @@ class Report:
 
     @property
     def warned(self) -> bool:
+        """Whether there is a warning."""
         return any(f.level == "warning" for f in self.findings)
 
     def verdict(self) -> str:
@@ -363,6 +364,7 @@ class Report:
         return f"{parts[0]}; what this machine has works." if parts else "Nothing is wrong."
 
     def to_json(self) -> dict[str, Any]:
+        """Everything as plain dictionaries, lists, numbers and strings."""
         found = {"findings": self.findings, "kernels": self.kernels, "self_test": self.self_test}
         return {"status": self.status} | {k: [dataclasses.asdict(x) for x in v] for k, v in found.items()}
 

@@ -45,6 +45,7 @@ class MoE(linen.Module):
         )
 
     def setup(self):
+        """Declares the parameters; called by Flax."""
         slots = self.layer.num_ranks * self.layer.num_local
 
         def init(key) -> MoEParams:

@@ -62,14 +62,17 @@ class Facts:
 
     @property
     def jax(self) -> tuple[int, ...]:
+        """JAX's version as numbers, () where it is not installed."""
         return version(self.packages.get("jax", ""))
 
     @property
     def on_gpu(self) -> bool:
+        """Whether JAX runs on GPUs."""
         return self.jax_platform == "gpu"
 
     @property
     def plugins(self) -> dict[str, str]:
+        """Installed CUDA plugins of JAX and their versions."""
         return {name: self.packages[name] for name in PLUGIN_PACKAGES if name in self.packages}
 
     @property

@@ -57,16 +57,19 @@ class RowLayout:
 
     @property
     def scale_dtype(self):
+        """dtype of the block scales as they travel."""
         fmt = self.format
         return None if fmt is None else jnp.dtype(_SCALE_DTYPES[fmt.scale])
 
     @property
     def data_bytes(self) -> int:
+        """Bytes of the row's elements."""
         fmt = self.format
         return fmt.data_bytes(self.columns) if fmt else self.columns * self.dtype.itemsize
 
     @property
     def num_scales(self) -> int:
+        """Block scales of the row."""
         fmt = self.format
         return fmt.num_scales(self.columns) if fmt else 0
 
@@ -89,20 +92,24 @@ class RowLayout:
 
     @property
     def scale_offset(self) -> int:
+        """Byte at which the block scales begin."""
         fmt = self.format
         return _align(self.data_bytes, fmt.scale_bytes if fmt else 1)
 
     @property
     def row_scale_offset(self) -> int:
+        """Byte at which the row's float32 scale begins."""
         end = self.scale_offset + self.scale_bytes
         return _align(end, 4) if self.row_scale_bytes else end
 
     @property
     def ids_offset(self) -> int:
+        """Byte at which the expert ids (int32 [K]) begin."""
         return _align(self.row_scale_offset + self.row_scale_bytes, 4)
 
     @property
     def weights_offset(self) -> int:
+        """Byte at which the routing weights (float32 [K]) begin."""
         return self.ids_offset + 4 * self.top_k
 
     @property
@@ -364,6 +371,7 @@ class Workspace:
 
     @property
     def total(self) -> int:
+        """Bytes in all."""
         return self.dispatch_bytes + self.combine_bytes
 
     def union(self, other: Workspace) -> Workspace:

@@ -34,6 +34,7 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
+        """R."""
         return self.slots.shape[0]
 
     @property
@@ -43,6 +44,7 @@ class Placement:
 
     @property
     def num_physical(self) -> int:
+        """P = R * E_loc, physical expert slots of all ranks."""
         return self.slots.shape[0] * self.slots.shape[1]
 
     @property

@@ -50,10 +50,12 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
+        """T, tokens on this rank."""
         return self.member.shape[0]
 
     @property
     def capacity(self) -> int:
+        """C, slots reserved for each pair of source and target."""
         return self.src_token.shape[1]
 
 

@@ -16,6 +16,8 @@ from .base import Backend, Exchange
 
 
 class AllGatherReduceScatter(Backend):
+    """All-gather of rows, reduce-scatter of float32 sums. See the module."""
+
     name = "allgather_reducescatter"
     aliases = ("naive", "ag_rs")
     plan_form = "gathered"

@@ -85,6 +85,7 @@ class Exchange:
 
     @property
     def num_physical(self) -> int:
+        """P = R * E_loc, physical expert slots of all ranks."""
         return self.num_ranks * self.num_local
 
     def rank(self) -> jax.Array:

@@ -10,6 +10,8 @@ from .base import Backend, Exchange
 
 
 class Local(Backend):
+    """One rank: rows stay where they are, in the order of the tokens."""
+
     name = "local"
     aliases = ("none",)
     plan_form = "gathered"

@@ -18,6 +18,8 @@ DEEPEP_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 
 
 class LowLatency(Backend):
+    """Batched form: a row for each (token, expert), C slots for each (source, expert). See the module."""
+
     name = "low_latency"
     aliases = ("deepep_low_latency",)
     form = "batched"

@@ -10,6 +10,8 @@ from .low_latency import LowLatency
 
 
 class NixlEP(LowLatency):
+    """`LowLatency` with a rank mask: bool [R], True for the ranks that take part. See the module."""
+
     name = "nixl_ep"
     aliases = ("elastic",)
     takes_rank_mask = True

@@ -10,6 +10,8 @@ from .two_sided import TwoSided
 
 
 class OneSided(TwoSided):
+    """Remote writes into the receivers' buffers, in the layout of `TwoSided`. See the module."""
+
     name = "nvlink_one_sided"
     aliases = ("flashinfer_nvlink_one_sided",)
     kernel_slot = True

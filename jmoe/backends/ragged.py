@@ -19,6 +19,8 @@ from .base import Backend, Exchange
 
 
 class Ragged(Backend):
+    """Only rows in use travel; they arrive where `TwoSided` puts them. See the module."""
+
     name = "deepep_high_throughput"
     aliases = ("ragged",)
     portable = "ragged all-to-all"

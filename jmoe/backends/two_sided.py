@@ -10,6 +10,8 @@ from .base import Backend, Exchange
 
 
 class TwoSided(Backend):
+    """C rows for every pair of ranks through `lax.all_to_all`. See the module."""
+
     name = "nvlink_two_sided"
     aliases = ("flashinfer_nvlink_two_sided", "flashinfer_all2allv")
     portable = "lax.all_to_all"

@@ -70,9 +70,11 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, str]:
+        """What identifies a record between two runs."""
         return (self.name, self.case, self.unit)
 
     def to_json(self) -> dict[str, Any]:
+        """All fields, and the two ratios, as a plain dictionary."""
         return {**dataclasses.asdict(self), "share": self.share, "against_peer": self.against_peer}
 
     @classmethod
@@ -102,6 +104,8 @@ class Progress(Protocol):
 
 
 class NoProgress:
+    """A `Progress` that nobody watches."""
+
     def start(self, total: int) -> None:
         pass
 

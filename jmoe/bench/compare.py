@@ -146,6 +146,7 @@ def compare(before: Sequence[Record], after: Sequence[Record], *, threshold: flo
 
 
 def compare_table(changes: Sequence[Change], *, title: str) -> Table:
+    """A table with a row for each figure of two runs, the verdict last."""
     out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
     out.add_column("what")
     out.add_column("case")

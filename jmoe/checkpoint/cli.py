@@ -17,20 +17,32 @@ def add_subparser(subparsers) -> None:
     parser = subparsers.add_parser(
         "quantize",
         help="convert a checkpoint's experts to a low-bit format",
-        description="Writes OUT, a Hugging Face folder with the routed experts in another format. A run that was "
-        "interrupted goes on where it stopped; OUT appears when it is complete.",
+        description="Writes OUT, a Hugging Face folder with the routed experts in another format and all else "
+        "unquantised. A run that was interrupted goes on where it stopped; OUT appears when it is complete.",
+        epilog="example: jmoe quantize Qwen3-30B-A3B Qwen3-30B-A3B-NVFP4 --format nvfp4",
     )
     add_arguments(parser)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `jmoe quantize`."""
     parser.add_argument(
         "source", metavar="IN", type=Path, help="a Hugging Face folder with config.json and safetensors"
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write; it must not exist")
-    parser.add_argument("--format", required=True, choices=tuple(FORMATS), help="what the experts become")
+    formats, schemes = tuple(FORMATS), ("unquantised", *KINDS)
     parser.add_argument(
-        "--scheme", choices=("unquantised", *KINDS), help="how IN is stored, if its configuration is wrong about it"
+        "--format",
+        required=True,
+        choices=formats,
+        metavar="FORMAT",
+        help=f"what the experts become: {', '.join(formats)}",
+    )
+    parser.add_argument(
+        "--scheme",
+        choices=schemes,
+        metavar="NAME",
+        help=f"how IN is stored, if its configuration is wrong about it: {', '.join(schemes)}",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=run)

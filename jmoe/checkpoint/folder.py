@@ -140,6 +140,7 @@ class Checkpoint:
         return file.read(key, index, out=out)
 
     def close(self) -> None:
+        """Close the files; nothing can be read afterwards."""
         for file in self._files.values():
             file.close()
 
@@ -177,10 +178,12 @@ class MemoryCheckpoint:
 
     @property
     def moe_config(self) -> MoEConfig:
+        """The layer that `config` describes."""
         return self._moe_config
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the decoder layers that have an MoE block."""
         return tuple(self.catalog.blocks)
 
     def read(self, key: str, index: slice | tuple[slice, ...] = (), *, out: np.ndarray | None = None) -> np.ndarray:

@@ -75,9 +75,11 @@ class TensorInfo:
 
     @property
     def numpy_dtype(self) -> np.dtype:
+        """The numpy (or ml_dtypes) dtype of one element."""
         return DTYPES[self.dtype][1]
 
     def where(self) -> str:
+        """ "FILE: KEY", for messages."""
         return f"{self.file}: {self.key!r}"
 
 
@@ -301,6 +303,7 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         return raw.view(info.numpy_dtype).reshape(info.stored_shape)
 
     def close(self) -> None:
+        """Close the file; nothing can be read afterwards."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -132,6 +132,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
+        """Name of the scheme, a key of `KINDS` or "unquantised"."""
         return self.kind.name if self.kind else "unquantised"
 
     @functools.cached_property

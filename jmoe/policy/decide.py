@@ -99,6 +99,7 @@ class Decision:
 
     @property
     def quantised_wire(self) -> bool:
+        """Whether what travels is a block format."""
         return self.wire in FORMATS
 
 

@@ -47,6 +47,7 @@ def size(nbytes: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
+    """Seconds with a unit; "?" for None, "-" for nothing to do."""
     if seconds is None:
         return "?"
     if seconds == 0:
@@ -182,16 +183,21 @@ def render(e: Explanation, *, width: int = 100) -> Group:
             note += f"Times are not predicted: the measurements are from {cost.MEASURED_ON}."
         parts += [_heading("All backends, for this layer"), Padding(_table(e, wide=width >= 100), (0, 0, 0, 1))]
         parts.append(Padding(Text(note, style="dim"), (0, 0, 1, 2)))
-    refusals = [(a.backend, a.refusal) for a in e.alternatives if a.decision is None]
+    refusals: dict[str, tuple[list[str], str]] = {}
+    for a in (a for a in e.alternatives if a.decision is None):  # said once where several say the same
+        refusals.setdefault(a.refusal.replace(repr(a.backend), ""), ([], a.refusal))[0].append(a.backend)
     if refusals:
-        parts += [_heading("Why the others refuse"), _pairs(refusals)]
-    parts += [_heading("On Blackwell"), Padding(Text(_blackwell(e)), (0, 0, 1, 2))]
+        rows = [(", ".join(names), text) for names, text in refusals.values()]
+        parts += [_heading("Why the others refuse"), _pairs(rows)]
+    if e.caps.generation != "Blackwell":
+        parts += [_heading("On Blackwell"), Padding(Text(_blackwell(e)), (0, 0, 1, 2))]
     if e.advice:
         parts += [_heading("What you could ask for"), *(Padding(Text(line), (0, 0, 1, 2)) for line in e.advice)]
     return Group(*parts)
 
 
 def to_text(e: Explanation, *, width: int = 100) -> str:
+    """The explanation as plain text, `width` columns wide and without colours."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(e, width=width))
     assert isinstance(console.file, io.StringIO)

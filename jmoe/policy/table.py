@@ -56,6 +56,7 @@ class Rule:
 
     @property
     def quantised_wire(self) -> bool:
+        """Whether the format itself travels, rather than the layer's dtype."""
         return self.where in ("sender", "kernel")
 
 

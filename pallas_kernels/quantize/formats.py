@@ -57,10 +57,12 @@ class BlockFormat:
 
     @property
     def bits(self) -> int:
+        """Bits of one element, without its share of the scales."""
         return 8 if self.element == "e4m3" else 4
 
     @property
     def scale_bytes(self) -> int:
+        """Bytes of one block scale."""
         return 4 if self.scale == "f32" else 1
 
     @property

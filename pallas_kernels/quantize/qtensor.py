@@ -38,6 +38,7 @@ class QTensor:
 
     @property
     def ndim(self) -> int:
+        """Dimensions of the array that this stands for."""
         return self.data.ndim
 
     @property
