@@ -15,6 +15,7 @@ BENCHES = {
     "dispatch": "dispatch and combine over the links, every backend and wire format",
     "grouped-matmul": "grouped matmul against the roofline and CUTLASS",
     "layer": "the whole MoE layer",
+    "links": "what the order of a dispatch does to the links at 2 to 72 ranks, simulated",
     "model": "prefill and decode of a whole model",
 }
 
