@@ -270,7 +270,12 @@ def build_moe(
 
 
 def quantize_params(params: MoEParams, fmt: str) -> MoEParams:
-    """The same parameters with expert weights kept in a block format; gate and up of an expert share a global scale."""
+    """The same parameters with expert weights kept in a block format; gate and up of an expert share a global scale.
+
+    fmt: a format of weights or activations, see `jmoe.formats.FORMATS`; expert weights become QTensors of the same
+    shapes.
+    Raises ValueError for weights that are quantised already, and for a format that does not fit their shape.
+    """
     gate_up, down = params.experts.gate_up, params.experts.down
     if isinstance(gate_up, QTensor) or isinstance(down, QTensor):
         raise ValueError(
@@ -297,6 +302,7 @@ def moe_local(
         x: [T, D], T the same on all ranks. valid: bool [T].
         placement: where the experts are (None: evenly, in order). rank_mask: bool [R], live ranks ("nixl_ep" only).
     Returns: [T, output size] in x's dtype.
+    Raises ValueError, while tracing, for shapes that do not fit the layer.
     """
     return _local(layer, params, x, valid, placement, rank_mask)[0]
 
@@ -370,6 +376,7 @@ def moe(
         x: [..., D]. valid: bool of x's leading shape; False tokens are not routed and give zero.
         placement, rank_mask: as for `moe_local`.
     Returns: [..., output size] in x's dtype.
+    Raises ValueError, while tracing, for shapes, weights or a placement that do not fit the layer.
     """
     return _global(layer, params, x, valid, placement, rank_mask, with_stats=False)[0]
 

@@ -183,6 +183,7 @@ def pack(x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, layout: Row
       ids: int32 [T, K] physical ids, -1 for none. weights: float32 [T, K].
     Returns:
       uint8 [T, row_bytes].
+    Raises ValueError for rows that are not what the layout says.
     """
     if ids.shape[-1] != layout.top_k or weights.shape != ids.shape:
         raise ValueError(
@@ -283,7 +284,10 @@ def unpack_weights(rows: jax.Array, layout: RowLayout, *, skip: int = 0) -> jax.
 def unpack_data(
     rows: jax.Array, layout: RowLayout, *, global_scale: jax.Array | None = None, data: jax.Array | None = None
 ) -> jax.Array | QTensor:
-    """The data of received rows, [N, D]: an array of the wire's dtype or a QTensor of its format. See `unpack`."""
+    """The data of received rows, [N, D]: an array of the wire's dtype or a QTensor of its format. See `unpack`.
+
+    Raises ValueError for a per-tensor format without its global_scale.
+    """
     skip = 0 if data is None else layout.data_bytes
     data = rows[:, : layout.data_bytes] if data is None else data
     if data.dtype != layout.dtype:
@@ -319,7 +323,10 @@ def capacity(tokens: int, num_targets: int, top_k: int, factor: float | None) ->
 
 
 def token_bucket(tokens: int, max_tokens: int) -> int:
-    """The smallest power of two that holds `tokens`, at most max_tokens: few shapes, hence few compilations."""
+    """The smallest power of two that holds `tokens`, at most max_tokens: few shapes, hence few compilations.
+
+    ValueError beyond that.
+    """
     if tokens > max_tokens:
         raise ValueError(
             f"{tokens} tokens exceed max_tokens={max_tokens}; buckets go up to that. Split the batch or raise "
@@ -333,6 +340,7 @@ def pad_tokens(tree, bucket: int):
 
     Returns:
       (padded tree, valid bool [bucket]): true for the rows that were there. Invalid tokens must be routed to -1.
+    Raises ValueError where leading axes differ or exceed the bucket.
     """
     leaves = jax.tree.leaves(tree)
     tokens = leaves[0].shape[0]

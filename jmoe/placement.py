@@ -81,7 +81,10 @@ def placement_from_slots(slots: Sequence[Sequence[int]] | np.ndarray, num_expert
 
 
 def even_placement(num_experts: int, num_ranks: int) -> Placement:
-    """Experts in order, as evenly as they go: the first E % R ranks own one more, E_loc = ceil(E / R)."""
+    """Experts in order, as evenly as they go: the first E % R ranks own one more, E_loc = ceil(E / R).
+
+    ValueError unless both numbers are positive.
+    """
     if num_experts <= 0 or num_ranks <= 0:
         raise ValueError(f"num_experts={num_experts} and num_ranks={num_ranks} must both be positive.")
     base, extra = divmod(num_experts, num_ranks)
@@ -156,6 +159,7 @@ def with_sentinel(
 
     convention: "minus_one" (-1), "num_experts" (E), or "foreign": an expert that this rank does not own, which DeepEP's
     receivers use: E - 1 on the rank whose slots start at 0, and 0 on all others.
+    ValueError for another convention.
     """
     if convention == "minus_one":
         mark = jnp.int32(-1)
@@ -169,7 +173,10 @@ def with_sentinel(
 
 
 def to_physical_order(values: jax.Array, placement: Placement) -> jax.Array:
-    """One leaf of the experts' parameters in physical order: [E, ...] -> [R * E_loc, ...], zeros in unused slots."""
+    """One leaf of the experts' parameters in physical order: [E, ...] -> [R * E_loc, ...], zeros in unused slots.
+
+    ValueError for a leaf without E values in its leading axis.
+    """
     if values.shape[:1] != (placement.num_experts,):
         raise ValueError(
             f"A leaf of shape {values.shape} has no leading axis of {placement.num_experts} experts; give values of "

@@ -92,6 +92,7 @@ def make_plan(
       form: "standard" one row per (token, rank); "batched" one row per (token, expert); "gathered" every rank gets all
         rows in token order (all-gather), which needs C = T.
       rank_mask: bool [R], ranks that are alive; nothing is sent to the others.
+    Raises ValueError for another form, and for a gathered plan with C != T.
     """
     if form == "gathered" and capacity != ids.shape[0]:
         raise ValueError(

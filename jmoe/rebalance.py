@@ -24,7 +24,10 @@ def max_replicas(num_experts: int, num_ranks: int, num_local: int) -> int:
 
 
 def with_room(placement: Placement, replicas: int | None = None) -> Placement:
-    """The same with `replicas` columns (None: `max_replicas`), so that every placement of its size has its shapes."""
+    """The same with `replicas` columns (None: `max_replicas`), so that every placement of its size has its shapes.
+
+    ValueError where an expert has more replicas than that.
+    """
     room = replicas or max_replicas(placement.num_experts, placement.num_ranks, placement.num_local)
     table = np.asarray(placement.replicas)
     if room < table.shape[1] and (table[:, room:] >= 0).any():

@@ -43,6 +43,7 @@ def combine(
     Returns:
       [T, D] of out_dtype (None: the exchange's dtype).
     Differentiable in y and weights, straight through a quantised wire.
+    Raises ValueError for another wire.
     """
     if wire not in (None, "mxfp8"):
         raise ValueError(

@@ -332,6 +332,7 @@ def write_safetensors(
 
     dtypes: names of header types where the array's own type does not say it: "F4" for packed uint8 data. The order is
     that of falling element size, then of the mapping, so that every tensor is aligned; the header is padded to 8 bytes.
+    Raises CheckpointError for a type that safetensors does not have.
     """
     path = Path(path)
     dtypes = dtypes or {}

@@ -225,6 +225,7 @@ def quantize_folder(
     declares. Interrupted runs go on where they stopped; `out` appears when it is complete. One layer is in memory at a
     time. Experts that the format's contract keeps (NVFP4 into another NVFP4 form) are copied bit for bit; low-bit
     experts are not quantised again.
+    Raises ValueError for another format, CheckpointError for a source that cannot be converted or an `out` that exists.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is not known; choose one of {', '.join(FORMATS)}.")

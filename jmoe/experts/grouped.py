@@ -105,6 +105,7 @@ def apply_batched_experts(
     Returns float32 [E, S, D] (or hidden_size_unpadded columns), not weighted, zero where `valid` is False; those rows
     may hold anything. weights: float32 [E, S], needed only for config.apply_router_weight_on_input. The other arguments
     are those of `apply_experts`. The work is that of the valid rows.
+    Raises ValueError for shapes that do not fit, and where the weights are needed and missing.
     """
     on_input = config.apply_router_weight_on_input
     if on_input and weights is None:

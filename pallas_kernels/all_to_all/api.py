@@ -51,6 +51,7 @@ def ragged_all_to_all(
     Returns:
       [M, ...]. Slices must not overlap in an output. Differentiable in operand and output; slices of operand that
       overlap may be sent but not differentiated (their cotangents would have to be added).
+    Raises ValueError for shapes and dtypes that do not fit, and for an implementation that cannot serve them.
     """
     if axis_index_groups is not None:
         raise ValueError(

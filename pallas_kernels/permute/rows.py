@@ -75,6 +75,7 @@ def gather_rows(
         implementation: "mosaic_sm90", "xla" or None for the best that can.
 
     The gradient of a row is the float32 sum over its K places, in their order. A QTensor is a constant.
+    Raises ValueError for a QTensor whose rows do not stand alone.
     """
     if not isinstance(x, QTensor):
         return _gather(fill, implementation, x, source, position)

@@ -121,6 +121,8 @@ def swiglu_quantize(
 
     activation: "silu", or "swiglu_oai": clip(g, max=limit) * sigmoid(alpha*g) * (clip(u, -limit, limit) + 1). The
     kernel takes exponentials from the hardware, so that values may differ in their last bits and a code by one step.
+    Returns a QTensor of [M, F]. Raises ValueError for another activation or shape, and for a format with a tensor-wide
+    scale.
     """
     fmt = get_format(fmt)
     reference.check_quantize(gate_up, fmt, None, "row_major")
@@ -175,6 +177,7 @@ def quantize_rows(
     row's end. Offsets of 4-byte parts and row_bytes are multiples of 4; row_bytes is one of 16. Gaps are zero.
     columns: K padded (None: K). global_scale: () decode scale, which formats with a tensor-wide scale must be given; it
     is not written. Rows from num_valid_rows on are unspecified.
+    Raises ValueError for offsets that overlap, and for a tensor-wide format without global_scale.
     """
     from .packed import quantize_rows_reference, rows_layout
 
@@ -216,7 +219,10 @@ def quantize_rows(
 
 
 def dequantize(q: QTensor, dtype=jnp.bfloat16, *, implementation: str | None = None) -> jax.Array:
-    """The array [..., k] of `dtype` that q stands for, rounded once from float32."""
+    """The array [..., k] of `dtype` that q stands for, rounded once from float32.
+
+    Raises ValueError for an implementation that cannot do it.
+    """
     fmt, why = q.format, None
     if fmt.block_rows > 1:
         why = f"{fmt.name!r} shares scales between rows"

@@ -283,6 +283,7 @@ def quantize_weights(
 
     scale_axes: leading axes that share a scale, e.g. (1,) for gate and up in [E, 2, F, D]. global_scale has shape
     w.shape[:-2] in any case.
+    Raises ValueError for scale_axes that are not leading axes of w, and as `quantize` does.
     """
     fmt = get_format(fmt)
     check_quantize(w, fmt, None, "row_major")

@@ -38,7 +38,10 @@ def swizzle_scales(s: jax.Array) -> jax.Array:
 
 
 def unswizzle_scales(flat: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Inverse of `swizzle_scales`: [..., bytes] uint8 -> [..., M, C] uint8 for shape (M, C)."""
+    """Inverse of `swizzle_scales`: [..., bytes] uint8 -> [..., M, C] uint8 for shape (M, C).
+
+    ValueError where the bytes are not those of such scales.
+    """
     m, c = shape
     rows, cols = -(-m // 128), -(-c // 4)
     if flat.shape[-1] != swizzled_size(m, c):
