@@ -1,7 +1,7 @@
 """The public entry points; each picks an implementation.
 
 "reference" is plain XLA and runs everywhere. "mosaic_sm90" is one Pallas kernel (two for a tensor-wide scale that is
-taken from the data); it needs JAX >= 0.11 and an NVIDIA GPU of compute capability 8.9 or later, and columns in
+taken from the data); it needs JAX >= 0.11 and an NVIDIA GPU of compute capability 9.0 or later, and columns in
 multiples of 16. "triton" needs jax-triton and a GPU of compute capability 8.0, and only quantises. None takes the first
 kernel on CUDA that can, else the reference. All give the same bytes.
 
@@ -254,8 +254,8 @@ def kernel_obstacle(capability: float | None = None) -> str | None:
     if _JAX < (0, 11):
         return f"it needs JAX >= 0.11 (this is {jax.__version__})"
     capability = _gpu_capability() if capability is None else capability
-    if capability is not None and capability < 8.9:
-        return f"it needs a GPU of compute capability 8.9 or later (this one has {capability})"
+    if capability is not None and capability < 9.0:
+        return f"it needs a GPU of compute capability 9.0 or later (this one has {capability})"
     return None
 
 
