@@ -1,0 +1,109 @@
+"""Compiles the remote-write kernels for several GPUs to machine code without one; run as `python aot_all_to_all.py R`.
+
+Prints one JSON line {"NAME": {"registers", "spilled" bytes, "kernels", "symmetric" buffers}, ...}. Exit status 77 and a
+reason where the CUDA compiler wheels are absent.
+"""
+
+import json
+import os
+import re
+import sys
+
+from aot_quantize import CHIPS, TARGET, output_of_compiler
+
+HIDDEN, EXPERTS, TOP_K = 7168, 64, 8
+
+# name -> (backend, wire, tokens, hosts): each a dispatch, and a combine of what arrived
+EXCHANGES = {
+    "one-sided bfloat16": ("nvlink_one_sided", "bfloat16", 128, 1),
+    "one-sided bfloat16, many": ("nvlink_one_sided", "bfloat16", 8192, 1),
+    "one-sided mxfp8": ("nvlink_one_sided", "mxfp8", 128, 1),
+    "one-sided nvfp4_token": ("nvlink_one_sided", "nvfp4_token", 128, 1),
+    "batched fp8_128": ("low_latency", "fp8_128", 16, 1),
+    "inside two hosts": ("nvlink_one_sided", "mxfp8", 128, 2),
+}
+
+
+def exchange_of(ranks, backend, wire, tokens, hosts, axis):
+    """A function of one rank's (x, ids, weights): dispatch, experts that give their rows back, combine."""
+    import jax.numpy as jnp
+
+    from jmoe import backends
+    from jmoe.backends.engine import ENGINE
+    from jmoe.backends.hierarchical import hierarchical_engine
+    from jmoe.backends.scales import decode_rows
+    from jmoe.payload import row_layout
+
+    backend = backends.get_backend(backend)
+    layout = row_layout(HIDDEN, wire, TOP_K)
+    exchange = backends.exchange_for(
+        backend,
+        tokens=tokens,
+        num_ranks=ranks,
+        num_local=EXPERTS // ranks,
+        top_k=TOP_K,
+        axis_name=axis,
+        engine=ENGINE if hosts == 1 else hierarchical_engine(ENGINE),
+        num_hosts=hosts,
+    )
+
+    def run(x, ids, weights):
+        plan = backend.plan(ids, exchange)
+        common = dict(backend=backend, exchange=exchange)
+        got = backends.dispatch_payload(x, ids, weights, plan, layout=layout, **common)
+        y = decode_rows(got.x, jnp.bfloat16)
+        return backends.combine(y, weights, plan, recv_ids=got.ids, **common)
+
+    return run
+
+
+def main(ranks: int) -> int:
+    os.environ.update(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", MOSAIC_GPU_DUMP_PTXAS="1", JAX_PLATFORMS="cpu")
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from jmoe import compat
+
+    name, major, cores = CHIPS["sm_90"]
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"1x1x{ranks}",
+            target_config=TARGET.format(name=name, major=major, cores=cores),
+        )
+    except Exception as e:
+        print(f"the CUDA compiler wheels are not installed ({str(e).splitlines()[0][:120]})")
+        return 77
+    devices = np.array(topology.devices)
+    report = {}
+    for label, (backend, wire, tokens, hosts) in EXCHANGES.items():
+        axis = "ep" if hosts == 1 else ("host", "local")
+        mesh = Mesh(devices if hosts == 1 else devices.reshape(hosts, -1), (axis,) if hosts == 1 else axis)
+        spec = PartitionSpec(axis)
+        shapes = [((tokens, HIDDEN), jnp.bfloat16), ((tokens, TOP_K), jnp.int32), ((tokens, TOP_K), jnp.float32)]
+        arguments = [
+            jax.ShapeDtypeStruct((ranks * s[0], s[1]), d, sharding=NamedSharding(mesh, spec)) for s, d in shapes
+        ]
+        run = exchange_of(ranks, backend, wire, tokens, hosts, axis)
+        texts = []
+        with output_of_compiler(texts):
+            mapped = jax.jit(compat.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))
+            program = mapped.lower(*arguments).compile().as_text()
+        registers = [int(n) for n in re.findall(r"Used (\d+) registers", texts[0])]
+        spills = [int(n) for n in re.findall(r"(\d+) bytes spill", texts[0])]
+        report[label] = {
+            "registers": max(registers, default=0),
+            "spilled": sum(spills),
+            "kernels": len(re.findall(r'custom_call_target="mosaic_gpu', program)),
+            "symmetric": program.count("S(1)"),  # memory that only NVLink multicast would need
+        }
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

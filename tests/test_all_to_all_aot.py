@@ -1,0 +1,36 @@
+"""The exchange's kernels compiled to machine code for four and eight GPUs, without any."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jmoe import compat
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_exchange_compiles_for_several_gpus_without_spilling_a_register(ranks):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "aot_all_to_all.py"), str(ranks)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert len(report) == 6
+    for name, found in report.items():
+        assert found["spilled"] == 0 and 0 < found["registers"] <= 168, (name, found)
+        assert found["symmetric"] == 0, (name, found)  # NVLink multicast stays off
+        assert found["kernels"] >= 2, (name, found)  # a dispatch and a combine; others quantise
