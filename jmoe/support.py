@@ -12,7 +12,8 @@ from typing import Literal
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, Problem
 from pallas_kernels.grouped_matmul import triton_entry as triton
 from pallas_kernels.permute.thread import CONFIRMED, environment_obstacle
-from pallas_kernels.quantize.api import kernel_obstacle
+from pallas_kernels.quantize.api import kernel_obstacle, triton_obstacle
+from pallas_kernels.quantize.formats import FORMATS
 
 from .backends.engine import engine_reason
 from .caps import DeviceCaps
@@ -34,6 +35,7 @@ ACTIVATIONS = (None, *FAMILIES)  # a family's first format stands for it
 WEIGHTS = (None, "fp8_128x128", "mxfp8", "mxfp4", "nvfp4")
 _SIZES = dict(hidden_size=4096, intermediate_size=2048, num_experts=64, num_experts_per_tok=8)
 _ROWS = 8192  # of a prefill
+ROW_KERNELS = ("route", "sort", "gather", "combine")  # names as in CONFIRMED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +86,38 @@ def matmul(activations: str | None, weights: str | None, architecture: str) -> S
 
 
 def quantising(architecture: str) -> Support:
-    """What quantises on an architecture."""
-    capability = ARCHITECTURES[architecture].compute_capability
-    kernel = capability is not None and kernel_obstacle(float("{}.{}".format(*capability))) is None
-    return Support(_status(architecture), "kernel" if kernel else "XLA")
+    """What quantises on an architecture; with all extras installed."""
+    capability = _capability(ARCHITECTURES[architecture])
+    how = "XLA"
+    if capability is not None:
+        triton_why = _quantise_in_triton(capability)
+        if kernel_obstacle(capability) is None:
+            how = "mosaic_sm90"
+        elif triton_why is None or triton_why == triton.missing():
+            how = "triton"
+    return Support(_status(architecture), how)
+
+
+def _capability(caps: DeviceCaps) -> float | None:
+    return None if caps.compute_capability is None else float("{}.{}".format(*caps.compute_capability))
+
+
+def _quantise_in_triton(capability: float) -> str | None:
+    hidden = _SIZES["hidden_size"]
+    return triton_obstacle((_ROWS, hidden), FORMATS["mxfp8"], hidden, capability)
 
 
 def kernel_reasons(caps: DeviceCaps) -> dict[str, str | None]:
     """Every group of kernels: why it does not run on these devices, or None where it does."""
+    capability = _capability(caps)
     if not caps.kernels:
         return {"all kernels": caps.kernels_reason}
-    if caps.compute_capability is None:
+    if capability is None:
         return {"all kernels": "there is no GPU"}
-    capability = float("{}.{}".format(*caps.compute_capability))
     problem = _problem(None, None, caps)
     reasons: dict[str, str | None] = {"quantise and dequantise": kernel_obstacle(capability)}
+    if reasons["quantise and dequantise"]:
+        reasons["quantise, triton"] = _quantise_in_triton(capability)
     for one in IMPLEMENTATIONS:
         if one.name != "portable":
             why = one.why_not(problem)
@@ -106,8 +125,12 @@ def kernel_reasons(caps: DeviceCaps) -> dict[str, str | None]:
             reasons[f"grouped matmul, {one.name}"] = why or (named if one.opt_in else None)
     why = environment_obstacle(capability)
     named = "only where implementation='mosaic_sm90' asks for it: not confirmed on a GPU since its last change"
-    for name in ("route", "sort", "gather", "combine"):
-        reasons[f"{name} rows"] = why or (None if name in CONFIRMED else named)
+    for names, reason in (
+        ([n for n in ROW_KERNELS if n in CONFIRMED], why),
+        ([n for n in ROW_KERNELS if n not in CONFIRMED], why or named),
+    ):
+        if names:
+            reasons[f"{', '.join(names)} rows"] = reason
     alone = "there is one GPU: nothing has to be exchanged" if caps.num_devices < 2 else None
     reasons["exchange by remote writes"] = alone or engine_reason(caps)
     return reasons

@@ -71,7 +71,7 @@ def quantize(
         options = {name: value for name, value in args.items() if name != "x"}
         return triton_sm80.quantize(args["x"], fmt, layout=layout, **options)
 
-    triton = _triton_obstacle(x.shape, fmt, columns), triton_kernel
+    triton = triton_obstacle(x.shape, fmt, columns), triton_kernel
     return _pick(implementation, why, kernel, lambda args: plain(**args), args, triton)
 
 
@@ -274,9 +274,12 @@ def _quantize_obstacle(shape, fmt: BlockFormat, global_scale) -> str | None:
     return kernel_obstacle()
 
 
-def _triton_obstacle(shape, fmt: BlockFormat, columns: int) -> str | None:
-    """Why the Triton kernel cannot quantise an array of this shape to `columns` columns; None where it can."""
-    capability = _gpu_capability()
+def triton_obstacle(shape, fmt: BlockFormat, columns: int, capability: float | None = None) -> str | None:
+    """Why the Triton kernel cannot quantise an array of this shape to `columns` columns; None where it can.
+
+    capability: of the GPU (None: of this process's first one).
+    """
+    capability = _gpu_capability() if capability is None else capability
     if capability is None or capability < 8.0:
         return "it needs a GPU of compute capability 8.0 or later"
     if fmt.block_rows > 1 or fmt.four_over_six:
