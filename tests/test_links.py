@@ -80,13 +80,13 @@ def test_the_order_of_the_kernel_is_the_simulated_one():
             assert blocks[block] == [u for t in tokens if (u := tuple(p for p in visits if member[rank, t, p]))]
 
 
-def test_two_ranks_take_what_two_gpus_took():
-    layer, tokens = links.LAYER, links.MEASURED_TOKENS
-    row = row_layout(layer.hidden_size, "bfloat16", layer.num_experts_per_tok).row_bytes
-    rows = links.route("uniform", 2, tokens)[0, :, 1].sum()
-    assert links.seconds(rows, "bfloat16") == pytest.approx(rows * row / links.MEASURED_BYTES_PER_SECOND, rel=1e-3)
-    assert links.seconds(0, "mxfp8") == links.FIXED_SECONDS
-    assert 336.5e9 < links.bytes_per_second() < 450e9
+@pytest.mark.parametrize("wire", links.WIRES)
+def test_two_ranks_take_what_two_gpus_took(wire):
+    row = row_layout(links.LAYER.hidden_size, wire, links.LAYER.num_experts_per_tok).row_bytes
+    rows = int(links.route("uniform", 2, links.MEASURED_TOKENS)[0, :, 1].sum())
+    assert links.seconds(rows, wire) == pytest.approx(rows * row / links.MEASURED[wire], rel=1e-3)
+    assert links.seconds(0, wire) == links.FIXED_SECONDS
+    assert links.MEASURED[wire] < row / links.row_seconds(wire) < 450e9
 
 
 def test_unknown_routers_are_refused():

@@ -8,9 +8,9 @@ most two units on their way: a token's rows, issued together, where the order is
 peer by peer. In each turn every sender offers the oldest row whose receiver is not taken yet, and the switch serves
 until nobody has one: no link idles that could be used. What is left is what the order itself costs.
 
-Seconds. A turn takes as long as a row takes on two H200s, where the order cannot matter: the bandwidth of the push
-kernel measured there, less its fixed time, which is paid once. Not in the model: a fixed time that grows with R
-(signals of each rank), switches of several stages, and NVLink 5, whose links are twice as wide.
+Seconds. A turn takes as long as a row of that format takes on two H200s, where the order cannot matter: the bandwidth
+of the push kernel measured there, less its fixed time, which is paid once. Not in the model: a fixed time that grows
+with R (signals of each rank), switches of several stages, and NVLink 5, whose links are twice as wide.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ ROUTERS = ("uniform", "zipf", "one rank")
 BLOCKS, IN_FLIGHT = 132, 2  # of the push kernel's schedule
 RANKS = (2, 4, 8, 16, 72)
 TOKENS = 4096
-WIRES = ("bfloat16", "mxfp8", "nvfp4_token")
 LAYER = get_shape("deepseek-v3")
 
-# Push of 8192 tokens x 7168 bfloat16 on two H200s: 336.5 GB/s of remote bytes; of one token: 11.5 us.
-MEASURED_TOKENS, MEASURED_BYTES_PER_SECOND, FIXED_SECONDS = 8192, 336.5e9, 11.5e-6
+# Bytes per second of remote rows that the push kernel moved between two H200s, 8192 tokens of 7168 on each, by format;
+# and what one token took.
+MEASURED_TOKENS, FIXED_SECONDS = 8192, 11.5e-6
+MEASURED = {"bfloat16": 336.5e9, "mxfp8": 302.8e9, "nvfp4_token": 272.8e9}
+WIRES = tuple(MEASURED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,17 +185,16 @@ def simulate(
     return Load(delivered, turn, np.array(busy, bool).reshape(turn, num_ranks))
 
 
-def bytes_per_second() -> float:
-    """Of a link while rows follow one another, from the two-GPU measurement."""
+def row_seconds(wire: str) -> float:
+    """Of one row on a link, while rows follow one another: from the two-GPU measurement."""
     rows = MEASURED_TOKENS * ranks_per_token(LAYER, 2) / 2
-    nbytes = rows * row_layout(LAYER.hidden_size, "bfloat16", LAYER.num_experts_per_tok).row_bytes
-    return nbytes / (nbytes / MEASURED_BYTES_PER_SECOND - FIXED_SECONDS)
-
-
-def seconds(turns: float, wire: str) -> float:
-    """Of a dispatch that takes `turns` turns of a row that travels as `wire`."""
     row = row_layout(LAYER.hidden_size, wire, LAYER.num_experts_per_tok).row_bytes
-    return FIXED_SECONDS + turns * row / bytes_per_second()
+    return row / MEASURED[wire] - FIXED_SECONDS / rows
+
+
+def seconds(turns: int, wire: str) -> float:
+    """Of a dispatch that takes `turns` turns of a row that travels as `wire`."""
+    return FIXED_SECONDS + turns * row_seconds(wire)
 
 
 def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
@@ -227,7 +228,7 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
                         meaningful=not smoke,
                         parameters=dict(
                             R=num_ranks, T=tokens, order=order, words=words, wire=wire, stretch=load.stretch,
-                            busiest_link_rows=load.busiest, link_gbps=bytes_per_second() / 1e9,
+                            busiest_link_rows=load.busiest, row_ns=1e9 * row_seconds(wire),
                         ),
                     )
                 )  # fmt: skip
@@ -258,7 +259,7 @@ def plot(records: list[Record], path: str | Path) -> None:
 
     shown, tokens = 8, 512
     member = route("uniform", shown, tokens)
-    turn = 1e6 * (seconds(1, WIRES[0]) - FIXED_SECONDS)
+    turn = 1e6 * row_seconds(WIRES[0])
     loads = {order: simulate(member, order) for order in ORDERS}
     for colour, (order, load) in zip(COLOURS, loads.items(), strict=False):
         smooth = np.convolve(load.busy.mean(axis=1), np.ones(50) / 50, mode="valid")
@@ -281,10 +282,6 @@ def plot(records: list[Record], path: str | Path) -> None:
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
     smoke = "" if any(r.meaningful for r in records) else "  (smoke run: speeds are not meaningful)"
-    fig.suptitle(
-        f"Link load by order of the rows: simulated; a row takes its time on two H200s, "
-        f"{bytes_per_second() / 1e9:.0f} GB/s{smoke}",
-        fontsize=11,
-    )
+    fig.suptitle(f"Link load by order of the rows: simulated, with the time of a row on two H200s{smoke}", fontsize=11)
     fig.savefig(path, dpi=140)
     plt.close(fig)
