@@ -318,7 +318,7 @@ def _result(r: Result) -> tuple[str, str]:
 
 def _lines(rows: Sequence[tuple[str, str, str]]) -> Table:
     """Rows of a mark, a statement and, below it, what to do or how it ran."""
-    colours = {"problem": "red", "failed": "red", "warning": "yellow", "off": "yellow", "skipped": "yellow"}
+    colours = {"problem": "red", "failed": "red", "warning": "yellow", "off": "dim", "skipped": "yellow"}
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=0)
     grid.add_column(no_wrap=True, min_width=8)

@@ -77,12 +77,10 @@ def _problem(activations: str | None, weights: str | None, caps: DeviceCaps) -> 
 def matmul(activations: str | None, weights: str | None, architecture: str) -> Support:
     """What multiplies activations and weights of these formats (None: bfloat16); with all extras installed."""
     problem = _problem(activations, weights, ARCHITECTURES[architecture])
-    for one in IMPLEMENTATIONS:
-        why = one.why_not(problem)
-        installable = why is not None and why == triton.missing()
-        if (why is None or installable) and not one.opt_in:
-            return Support(_status(architecture), "XLA" if one.name == "portable" else one.name)
-    raise AssertionError("the portable implementation does everything")
+    able = [i for i in IMPLEMENTATIONS if i.why_not(problem) in (None, triton.missing())]
+    chosen = next(i.name for i in able if not i.opt_in)
+    how = [chosen if chosen != "portable" else "XLA", *(f"{i.name} by name" for i in able if i.opt_in)]
+    return Support(_status(architecture), ", ".join(how))
 
 
 def quantising(architecture: str) -> Support:
