@@ -219,6 +219,7 @@ def support_text() -> str:
             by_format,
             "What does the work, and whether tests have **run** there or it has only been compiled:",
             by_machine,
+            "Triton kernels come with `pip install 'jmoe[triton]'`; without them XLA does that work.",
         ]
     )
 
