@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .gate import Gate, gated_product
-from .schedule import Schedule, each_tile, num_tiles, read_boxes
+from .schedule import Schedule, each_tile, num_tiles, read_boxes, read_pair
 
 BOX = 64
 SWIZZLE = 128
@@ -36,7 +36,8 @@ class Config:
     """Tile shape and order of the prefill kernel.
 
     block_m, block_n, block_k: output tile of a block and the depth of one stage (elements). cluster: blocks that share
-    the rows they load through TMA multicast, adjacent along N. band: columns of tiles walked together before moving
+    what they load through TMA multicast. share: what that is, always "rows", by blocks adjacent along N, or where a
+    group has rows for two blocks "weights" (of a cluster of two). band: columns of tiles walked together before moving
     along N (0: all), which decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins
     before the other, so that one stores while the other multiplies; less than stages. prefetch: steps ahead of the
     copies at which weights are called into the L2 cache.
@@ -47,6 +48,7 @@ class Config:
     block_k: int = 64
     stages: int = 4
     cluster: int = 1
+    share: Literal["rows", "weights"] = "rows"
     band: int = 0
     block_m: int = 128
     out_slots: int = 2
@@ -64,6 +66,8 @@ class Config:
             )
         if self.block_k != 64:
             raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
+        if self.share == "weights" and self.cluster != 2:
+            raise ValueError(f"share='weights' with cluster={self.cluster}: it is for clusters of two blocks.")
 
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
@@ -272,9 +276,12 @@ def _body(
 
     def tile_at(i):
         m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
+        if c.share == "weights":
+            paired, side, rows = read_pair(schedule, m_tile, lax.axis_index("cluster"), c.block_m, BOX)
+            return *rows, paired, n_tile * 2 + side
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
+        return *read_boxes(schedule, m_tile, c.block_m, BOX), jnp.bool_(False), n_tile
 
     @pl.when(wg == CONSUMERS)
     def _produce():
@@ -287,7 +294,7 @@ def _body(
             return [w.at[weight, part, columns, ks] for part in range(parts)] if gate else [w.at[weight, columns, ks]]
 
         def per_tile(i, tile, step):
-            weight, first, last, boxes, _, n_tile = tile
+            weight, first, last, boxes, _, paired, n_tile = tile
             following = tile_at(i + 1)
 
             def per_step(j, step):
@@ -298,15 +305,23 @@ def _body(
                     plgpu.barrier_wait(empty.at[slot])
 
                 ks = pl.ds(j * c.block_k, c.block_k)
-                shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-                for box in range(max_boxes):
-                    row = jnp.where(box < boxes - 1, first + box * BOX, last)
-                    target = a_load.at[slot, pl.ds(box * BOX, BOX)]
-                    needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
-                for part, window in enumerate(weights(weight, n_tile, j)):
-                    target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)] if gate else b_smem.at[slot]
-                    plgpu.copy_gmem_to_smem(window, target, full.at[slot])
+                together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
+
+                def load(rows_shared: Any, weights_shared: Any):
+                    for box in range(max_boxes):
+                        row = jnp.where(box < boxes - 1, first + box * BOX, last)
+                        source, target = x.at[pl.ds(row, BOX), ks], a_load.at[slot, pl.ds(box * BOX, BOX)]
+                        needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot], **rows_shared, **needed)
+                    for part, window in enumerate(weights(weight, n_tile, j)):
+                        target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)] if gate else b_smem.at[slot]
+                        plgpu.copy_gmem_to_smem(window, target, full.at[slot], **weights_shared)
+
+                if c.share == "weights":
+                    pl.when(paired)(lambda: load({}, together))
+                    pl.when(jnp.logical_not(paired))(lambda: load(together, {}))
+                else:
+                    load(together, {})
                 if c.prefetch and not interpret:
                     prefetch(weights, tile, following, j + c.prefetch, k_steps)
                 return step + 1
@@ -370,7 +385,7 @@ def _body(
 
         def tile_of(boxes, tile, step, steps):
             """A tile of this many boxes, which is known when the kernel is compiled."""
-            _, first, last, _, group_rows, n_tile = tile
+            _, first, last, _, group_rows, _, n_tile = tile
             work = shares(boxes, wg, tile_n)
             always_whole = boxes > 1 and (boxes % CONSUMERS == 0 or columns_halve(tile_n))
             chunk = 0

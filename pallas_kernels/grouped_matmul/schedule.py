@@ -153,8 +153,27 @@ def read_boxes(schedule: Schedule, index, block: int, box: int):
     """
     index = jnp.maximum(jnp.minimum(index, schedule.weight.shape[0] - 1), 0)
     first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
+    return _boxes(schedule.weight[index], first, start, end, block, box)
+
+
+def _boxes(weight, first, start, end, block: int, box: int):
     rows = jnp.maximum(jnp.minimum(end - first, block), 0)
     boxes = jax.lax.div(rows + (box - 1), jnp.int32(box))
     last = jnp.maximum(start, first + rows - box)
-    weight = jnp.where(boxes > 0, schedule.weight[index], -1)
-    return weight, jnp.minimum(first, last), last, boxes, end - start
+    return jnp.where(boxes > 0, weight, -1), jnp.minimum(first, last), last, boxes, end - start
+
+
+def read_pair(schedule: Schedule, index, rank, block: int, box: int):
+    """(paired, side, what read_boxes returns) for one of two blocks, rank 0 or 1, that work on the same tile index.
+
+    Two tiles of one group that follow each other make a pair if both are full but for a box: then each block takes one
+    of them, and the two indices stand for the two halves (side 0 and 1) of the columns. Other tiles belong to both
+    blocks, and the blocks halve the columns (side = rank).
+    """
+    index = jnp.maximum(jnp.minimum(index, schedule.weight.shape[0] - 1), 0)
+    first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
+    tile = jax.lax.div(first - start, jnp.int32(block))
+    even = tile - jax.lax.rem(tile, jnp.int32(2))
+    paired = end - start - even * block > 2 * block - box
+    mine = jnp.where(paired, start + (even + rank) * block, first)
+    return paired, jnp.where(paired, tile - even, rank), _boxes(schedule.weight[index], mine, start, end, block, box)
