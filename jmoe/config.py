@@ -88,8 +88,10 @@ class QuantConfig:
 
     activations: the layer's quant dtype, in which the first matmul of the experts takes its input; also what a
         quantising backend sends. weights: the format the expert weights are kept in. intermediate: the format of
-        silu(gate)*up, the input of the down projection. wire: "auto" lets `jmoe.policy` decide what travels; "bfloat16"
-        or a format's name overrides it. combine_wire: None sends expert outputs back in the layer's dtype; "mxfp8"
+        silu(gate)*up, the input of the down projection. wire: "auto" lets `jmoe.policy` decide what travels, without a
+        loss that nobody asked for; "fastest" lets unquantised activations travel as MXFP8 where that should be faster,
+        by measurements, for the tokens and the machine at hand; "bfloat16" or a format's name overrides it.
+        combine_wire: None sends expert outputs back in the layer's dtype; "mxfp8"
         quantises them.
     mx_alignment: pads the hidden size of MX payloads to a multiple of this (256 for TRT-LLM style consumers; 0: none).
     """
@@ -129,6 +131,7 @@ class MoEConfig:
     use_bias: experts have biases. shared_intermediate_size: width of the always-on shared expert, 0 for none.
     shared_gate: the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE).
     hidden_size_unpadded: columns of the output where D is padded (None: D).
+    quant: a QuantConfig, or "auto" for QuantConfig(wire="fastest").
     capacity_factor: None is dropless; otherwise each (source, destination) rank pair has room for
         ceil(capacity_factor * T * min(K, R) / R) rows (at most T) and the rows beyond are counted as dropped.
     dtype: computation and wire dtype of unquantised data ("bfloat16", "float16" or "float32").
@@ -152,6 +155,8 @@ class MoEConfig:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
+        if self.quant == "auto":
+            object.__setattr__(self, "quant", QuantConfig(wire="fastest"))
         for field in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok"):
             _positive(field, getattr(self, field))
         _choice("activation", self.activation, ("silu", "gelu", "gelu_tanh", "swiglu_oai"))

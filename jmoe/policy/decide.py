@@ -125,6 +125,8 @@ def decide(
     options = process_options() if options is None else options
     if num_ranks < 1 or tokens < 0:
         raise ValueError(f"num_ranks={num_ranks} must be at least 1 and tokens={tokens} not negative.")
+    if (config.quant or QuantConfig()).wire == "fastest":
+        return _fastest(config, backend, num_ranks, tokens, caps, experts, options)
     if backend != "auto":
         return _decide(config, get_backend(backend).name, num_ranks, caps, experts, options)
     _check_activations(config)
@@ -139,6 +141,41 @@ def decide(
     raise NotImplementedError(
         f"backend='auto' found no backend for {_asked(config)} on {num_ranks} ranks. " + " | ".join(reasons)
     )
+
+
+def _fastest(
+    config: MoEConfig,
+    backend: str,
+    num_ranks: int,
+    tokens: int,
+    caps: DeviceCaps,
+    experts: Experts | None,
+    options: BackendOptions,
+) -> Decision:
+    """The decision with the lossless wire or, where that should be faster, with a quantised one."""
+    from .explain import dispatch_seconds
+
+    def attempt(wire: str) -> Decision:
+        changed = dataclasses.replace(config, quant=dataclasses.replace(config.quant, wire=wire))
+        return decide(
+            changed, backend=backend, num_ranks=num_ranks, tokens=tokens, caps=caps, experts=experts, options=options
+        )
+
+    plain = attempt("auto")
+    if plain.transport == "none" or config.quant.activations is not None:
+        return plain
+    try:
+        packed = attempt(table.FASTEST_WIRE)
+    except ValueError:  # blocks that do not divide the rows, or a backend that does not carry them
+        return plain
+    times = [dispatch_seconds(config, d, num_ranks=num_ranks, tokens=tokens, caps=caps) for d in (plain, packed)]
+    if times[0] is None or times[1] is None:
+        why = f"wire='fastest' keeps {plain.wire}: nothing like this machine was measured."
+        return dataclasses.replace(plain, notes=(*plain.notes, why))
+    microseconds = [f"{1e6 * t:.0f} us as {d.wire}" for t, d in zip(times, (plain, packed), strict=True)]
+    chosen = packed if times[1] < times[0] else plain
+    why = f"wire='fastest': a dispatch of {tokens} tokens should take {' and '.join(microseconds)}."
+    return dataclasses.replace(chosen, notes=(*chosen.notes, why))
 
 
 def candidates(config: MoEConfig, *, num_ranks: int, tokens: int, caps: DeviceCaps) -> tuple[tuple[str, str], ...]:

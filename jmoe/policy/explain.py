@@ -22,6 +22,7 @@ from ..payload import row_layout
 from ..plan import host_capacity
 from . import cost, table
 from .decide import BackendOptions, Decision, Experts, decide
+from .layer_cost import LayerTime, layer_seconds, rates_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Alternative:
     rows_away: rows that leave a rank in one dispatch, on average, padding that travels included. dispatch_bytes,
     combine_bytes: those rows' bytes, for each rank and direction; host_bytes: of a dispatch, what leaves the host.
     dispatch_seconds, combine_seconds: predicted from measurements (`cost.MEASURED_ON`), None where nothing like this
-    machine was measured. memory: bytes of the exchange buffers of one rank, by buffer.
+    machine was measured. layer: the same for the whole layer, by stage. memory: bytes of the exchange buffers of one
+    rank, by buffer.
     """
 
     backend: str
@@ -57,6 +59,7 @@ class Alternative:
     combine_bytes: float = 0.0
     dispatch_seconds: float | None = None
     combine_seconds: float | None = None
+    layer: LayerTime | None = None
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -191,6 +194,12 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
         memory = memory | {"dispatch_send": 0, "combine_receive": 0}
     counted = dict(num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=caps.num_hosts)
     rows = cost.remote_rows(decision, config, **counted, kernel_inside=caps.local_kernels)
+    dispatch = cost.exchange_seconds(decision, rows * layout.row_bytes, caps)
+    combine = cost.exchange_seconds(decision, rows * back, caps)
+    layer = layer_seconds(config, tokens=tokens, num_ranks=num_ranks, caps=caps)
+    if layer is not None:
+        known = dispatch is not None and combine is not None
+        layer = dataclasses.replace(layer, exchange=dispatch + combine) if known else None
     return Alternative(
         backend=decision.backend,
         decision=decision,
@@ -199,10 +208,23 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
         host_bytes=cost.host_rows(decision, config, **counted) * layout.row_bytes,
         dispatch_bytes=rows * layout.row_bytes,
         combine_bytes=rows * back,
-        dispatch_seconds=cost.exchange_seconds(decision, rows * layout.row_bytes, caps),
-        combine_seconds=cost.exchange_seconds(decision, rows * back, caps),
+        dispatch_seconds=dispatch,
+        combine_seconds=combine,
+        layer=layer,
         memory=memory,
     )
+
+
+def dispatch_seconds(
+    config: MoEConfig, decision: Decision, *, num_ranks: int, tokens: int, caps: DeviceCaps
+) -> float | None:
+    """Predicted seconds of one dispatch, quantisation included; None where nothing like this machine was measured."""
+    moving = _costs(config, decision, num_ranks, tokens, caps).dispatch_seconds
+    rates = rates_for(caps)
+    if moving is None or rates is None:
+        return None
+    inside = decision.transport == "kernel"  # the kernel that sends rows quantises them on the way
+    return moving + (tokens * config.hidden_size * 3 / rates.rows if decision.quantised_wire and not inside else 0.0)
 
 
 def _advice(config: MoEConfig, chosen: Alternative, num_ranks: int, tokens: int, caps: DeviceCaps) -> tuple[str, ...]:
@@ -238,4 +260,22 @@ def _advice(config: MoEConfig, chosen: Alternative, num_ranks: int, tokens: int,
             f"QuantConfig(combine_wire='mxfp8') pays from about {table.QUANTISED_COMBINE_TOKENS} tokens for each rank, "
             "and adds its error to every partial sum."
         )
-    return tuple(advice)
+    return (*advice, *_faster_weights(config, num_ranks, tokens, caps))
+
+
+def _faster_weights(config: MoEConfig, num_ranks: int, tokens: int, caps: DeviceCaps) -> list[str]:
+    """Formats of the weights (and activations) with which the experts should be at least 1.2 times as fast."""
+    now = layer_seconds(config, tokens=tokens, num_ranks=num_ranks, caps=caps)
+    if now is None or config.quant.weights is not None:
+        return []
+    advice = []
+    for changes in ({"weights": "nvfp4"}, {"weights": "fp8_128x128", "activations": "fp8_128"}):
+        quant = dataclasses.replace(config.quant, **changes)
+        then = layer_seconds(dataclasses.replace(config, quant=quant), tokens=tokens, num_ranks=num_ranks, caps=caps)
+        if then is not None and now.total > 1.2 * then.total:
+            asked = ", ".join(f"{k}={v!r}" for k, v in changes.items())
+            advice.append(
+                f"QuantConfig({asked}) would take the experts of {tokens} tokens from {1e6 * now.total:.0f} to "
+                f"{1e6 * then.total:.0f} us, with a quantisation error."
+            )
+    return advice

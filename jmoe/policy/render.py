@@ -14,6 +14,7 @@ from ..config import QuantConfig
 from ..formats import describe
 from . import cost
 from .explain import Alternative, Explanation
+from .layer_cost import MEASURED_ON
 
 WHERE = {
     "sender": "the sender, before the rows leave",
@@ -111,6 +112,12 @@ def _decision(a: Alternative) -> list[tuple[str, str]]:
         kept = {"token": "each token's own", "static": "one static number, equal on all ranks"}
         rows.append(("float32 scale", kept[d.scale]))
     rows.append(("why", d.reason))
+    if a.layer is not None:
+        t = a.layer
+        parts = [("router and launches", t.router), ("moving rows", t.permute), ("matmuls", t.matmuls)]
+        parts += [("exchange", t.exchange)] if t.exchange else []
+        stages = ", ".join(f"{name} {duration(s)}" for name, s in parts)
+        rows.append(("should take", f"{duration(t.total)}: {stages} (from measurements on {MEASURED_ON})"))
     return rows + [("note", note) for note in d.notes]
 
 
@@ -120,10 +127,12 @@ def _table(e: Explanation, *, wide: bool) -> Table:
     Over several hosts the bytes that leave a host take the place of times, of which none are predicted there.
     """
     out = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
-    for column in ("backend", "travels", "by") if wide else ("backend", "travels"):
-        out.add_column(column, no_wrap=True)
     hosts = e.caps.num_hosts > 1
-    for column in ("B/row", "sent", *(("to hosts",) if hosts else ("dispatch", "combine")), "buffers")[not wide :]:
+    timed = wide and not hosts and any(a.layer for a in e.alternatives)  # then the whole layer takes the place of "by"
+    for column in ("backend", "travels", "by") if wide and not timed else ("backend", "travels"):
+        out.add_column(column, no_wrap=True)
+    times = ("dispatch", "combine", "layer") if timed else ("dispatch", "combine")
+    for column in ("B/row", "sent", *(("to hosts",) if hosts else times), "buffers")[not wide :]:
         out.add_column(column, justify="right", no_wrap=True)
     for a in e.alternatives:
         mine = a.backend == e.chosen.backend
@@ -133,12 +142,14 @@ def _table(e: Explanation, *, wide: bool) -> Table:
             continue
         cells = [name, a.decision.wire]
         if wide:
-            cells += [a.decision.where, str(a.row.total)]
-        cells += [
-            size(a.dispatch_bytes),
-            *((size(a.host_bytes),) if hosts else (duration(a.dispatch_seconds), duration(a.combine_seconds))),
-            size(sum(a.memory.values())),
-        ]
+            cells += [str(a.row.total)] if timed else [a.decision.where, str(a.row.total)]
+        cells.append(size(a.dispatch_bytes))
+        if hosts:
+            cells.append(size(a.host_bytes))
+        else:
+            layer = [duration(a.layer.total if a.layer else None)] if timed else []
+            cells += [duration(a.dispatch_seconds), duration(a.combine_seconds), *layer]
+        cells.append(size(sum(a.memory.values())))
         out.add_row(*cells, style="bold" if mine else "")
     return out
 

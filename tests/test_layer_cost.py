@@ -1,0 +1,61 @@
+"""The predicted time of a layer, and what is decided by it."""
+
+import dataclasses
+
+import pytest
+
+from jmoe.caps import DeviceCaps
+from jmoe.config import MoEConfig, QuantConfig
+from jmoe.policy import decide, explain
+from jmoe.policy.layer_cost import layer_seconds
+
+HOPPER = DeviceCaps("gpu", (9, 0), 2, "nvlink", name="NVIDIA H200")
+CPU = DeviceCaps("cpu", None, 2, "host")
+QWEN = MoEConfig(2048, 768, 128, 8)
+
+
+def predicted(config=QWEN, tokens=64, ranks=1, caps=HOPPER):
+    return layer_seconds(config, tokens=tokens, num_ranks=ranks, caps=caps)
+
+
+def test_nothing_is_predicted_for_machines_that_were_not_measured():
+    assert predicted(caps=CPU) is None and predicted(tokens=0) is None
+    assert predicted(caps=dataclasses.replace(HOPPER, kernels=False)) is None
+    assert explain(QWEN, num_ranks=2, tokens=64, caps=CPU).chosen.layer is None
+
+
+def test_more_tokens_take_longer_and_smaller_weights_less_where_they_count():
+    times = [predicted(tokens=t).total for t in (1, 16, 256, 4096, 65536)]
+    assert times == sorted(times) and times[-1] > 10 * times[-2]
+    nvfp4 = dataclasses.replace(QWEN, quant=QuantConfig(weights="nvfp4"))
+    assert predicted(nvfp4).total < 0.7 * predicted().total
+    assert predicted(nvfp4, tokens=8192).total > predicted(tokens=8192).total  # no FP4 matrix units on Hopper
+    assert predicted(tokens=64, ranks=2).matmuls < predicted(tokens=64).matmuls  # half of the experts to read
+
+
+def test_the_stages_add_up_and_the_exchange_is_that_of_the_backend():
+    e = explain(QWEN, num_ranks=2, tokens=8192, caps=HOPPER).chosen
+    assert e.layer.exchange == e.dispatch_seconds + e.combine_seconds > 0
+    assert e.layer.total == pytest.approx(e.layer.router + e.layer.permute + e.layer.matmuls + e.layer.exchange)
+    text = str(explain(QWEN, num_ranks=2, tokens=8192, caps=HOPPER))
+    assert "should take" in text and "moving rows" in text and "layer" in text
+
+
+def test_advice_names_weights_that_should_be_faster():
+    few, many = (explain(QWEN, tokens=t, caps=HOPPER).advice for t in (64, 8192))
+    assert any("weights='nvfp4'" in a for a in few) and not any("nvfp4" in a for a in many)
+    assert any("activations='fp8_128'" in a for a in many)
+
+
+def test_quant_auto_sends_what_should_be_faster_and_says_why():
+    config = MoEConfig(7168, 2048, 64, 8, quant="auto")
+    assert config.quant == QuantConfig(wire="fastest")
+    few, many = (decide(config, num_ranks=2, tokens=t, caps=HOPPER) for t in (1, 8192))
+    assert few.wire == "bfloat16" and many.wire == "mxfp8" and many.quant_dtype is None
+    assert "8192 tokens should take" in many.notes[-1]
+    assert decide(config, num_ranks=2, tokens=8192, caps=CPU).wire == "bfloat16"
+    assert decide(config, num_ranks=1, tokens=8192, caps=HOPPER).wire == "bfloat16"
+    odd = dataclasses.replace(config, hidden_size=7152)  # no multiple of 32
+    assert decide(odd, num_ranks=2, tokens=8192, caps=HOPPER).wire == "bfloat16"
+    asked = MoEConfig(7168, 2048, 64, 8, quant=QuantConfig(activations="nvfp4_token", wire="fastest"))
+    assert decide(asked, num_ranks=2, tokens=8192, caps=HOPPER).wire == "nvfp4_token"
