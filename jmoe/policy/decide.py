@@ -166,7 +166,7 @@ def _fastest(
         return plain
     try:
         packed = attempt(table.FASTEST_WIRE)
-    except ValueError:  # blocks that do not divide the rows, or a backend that does not carry them
+    except (ValueError, NotImplementedError):  # blocks that do not divide the rows, or nobody carries them
         return plain
     times = [dispatch_seconds(config, d, num_ranks=num_ranks, tokens=tokens, caps=caps) for d in (plain, packed)]
     if times[0] is None or times[1] is None:
