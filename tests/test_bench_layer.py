@@ -1,0 +1,70 @@
+"""The benchmarks of the layer and of generation: what they count, and that their smoke runs check correctness."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.bench import layer, layer_peers, model
+from jmoe.bench.common import NoProgress
+from jmoe.bench.profile import _scopes, profile
+from jmoe.config import MoEConfig, QuantConfig
+
+LIMITS = layer.Ceilings(4e12, {"bfloat16": 800e12, "fp8": 1500e12})
+
+
+def test_the_roofline_counts_operations_of_many_rows_and_touched_weights_of_few():
+    qwen = layer.SHAPES["qwen3-30b-a3b"]
+    many = layer.roofline_seconds(qwen, 32768, 128, LIMITS)
+    assert many == pytest.approx(32768 * 8 * 6 * 2048 * 768 / 800e12, rel=1e-6)
+    one = layer.roofline_seconds(qwen, 1, 8, LIMITS)
+    assert one == pytest.approx(8 * 3 * 2048 * 768 * 2 / 4e12, rel=0.01)
+    nvfp4 = MoEConfig(2048, 768, 128, 8, quant=QuantConfig(weights="nvfp4"))
+    assert layer.roofline_seconds(nvfp4, 1, 8, LIMITS) == pytest.approx(one * 4.5 / 16, rel=0.02)
+
+
+def test_the_smoke_run_of_the_layer_compares_every_format_with_float32(monkeypatch):
+    monkeypatch.setattr(layer, "VARIANTS", (layer.VARIANTS[0], layer.VARIANTS[3]))
+    monkeypatch.setattr(layer, "WIRES", layer.WIRES[1:2])
+    records = layer.run(True, NoProgress())
+    errors = {(r.name, r.parameters["T"]): r.error for r in records if r.error is not None}
+    for tokens in layer.SMOKE_TOKENS:
+        assert 1e-4 < errors["BF16", tokens] < 0.01
+        assert 0.05 < errors["NVFP4 weights", tokens] < 0.25
+        assert 0.01 < errors["EP, FP8-128 wire", tokens] < 0.06
+    assert not any(r.meaningful for r in records)
+    first = records[0]
+    assert first.peer_name == "stock JAX" and first.peer == next(r.value for r in records if r.name == "stock JAX")
+
+
+def test_stock_jax_computes_the_same_layer():
+    config = MoEConfig(64, 32, 8, 2)
+    params = layer.random_params(jax.random.key(0), config)
+    x = layer._inputs(config, 5, 1)[0]
+    y = layer_peers.stock_layer(x, *layer_peers.stock_weights(params), top_k=2)
+    np.testing.assert_allclose(np.asarray(y, np.float32), layer.reference(config, params, x), atol=0.03)
+
+
+def test_touched_experts_are_those_of_random_routing(rng):
+    counts = [len(np.unique([rng.choice(32, 4, replace=False) for _ in range(10)])) for _ in range(400)]
+    assert model.touched_experts(32, 4, 10) == pytest.approx(np.mean(counts), rel=0.02)
+
+
+def test_generation_reads_what_it_must_and_its_cache_changes_nothing(monkeypatch):
+    monkeypatch.setattr(model, "WEIGHTS", model.WEIGHTS[:1])
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms rely on promotion
+        records = model.run(True, NoProgress())
+    assert [r.parameters["what"] for r in records] == ["prefill", "decode", "decode"]
+    assert all(r.error < 0.02 and not r.meaningful for r in records)
+    c = model.TINY
+    d, h, kv, f = c["hidden_size"], 4 * 32, 2 * 32, c["moe_intermediate_size"]
+    attention = d * (h + 2 * kv) + h * d + 2 * 32 + 2 * d
+    layers = c["num_hidden_layers"] * (attention + d * 8 + 2 * 3 * d * f)  # one token goes to 2 of 8 experts
+    cache = 2 * c["num_hidden_layers"] * 8 * kv
+    assert records[1].parameters["bytes"] == 2 * (layers + d + d * c["vocab_size"] + cache)
+
+
+def test_kernels_are_matched_with_the_scopes_of_their_operations():
+    hlo = '  %loop_fusion.3 = f32[2]{0} fusion(%p), kind=kLoop, metadata={op_name="jit(f)/router/add"}'
+    assert _scopes(hlo) == {"loop_fusion_3": "jit(f)/router/add"}
+    assert profile(lambda x: x + 1, jnp.ones(3)) is None  # there is no GPU here
