@@ -68,9 +68,8 @@ def test_two_steps_put_every_row_where_one_step_does(ranks, hosts, name):
     capacity = T if name != "one_hot_rank" else 4  # which then drops rows
     physical, placement, plan = plans(ranks, name, capacity)
     per_host, across = ranks // hosts, host_capacity(T, targets=ranks // hosts, capacity=capacity)
-    first, message = jax.jit(
-        jax.vmap(functools.partial(plan_between_hosts, num_hosts=hosts, capacity=across)), static_argnums=()
-    )(plan)
+    between = functools.partial(plan_between_hosts, num_hosts=hosts, capacity=across)
+    first, message = jax.jit(jax.vmap(between))(plan)
     message = np.asarray(message).reshape(hosts, per_host, hosts, -1).transpose(2, 1, 0, 3)  # to [host, number, source]
     inside = functools.partial(
         plan_inside_host, num_ranks=per_host, num_targets=per_host, capacity=capacity, rows=across
