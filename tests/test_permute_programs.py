@@ -45,9 +45,19 @@ def test_gather_kernel_moves_whole_rows_and_fills_zeros(rng, dtype, columns):
     x = jnp.asarray(rng.integers(1, 100, (13, columns)), dtype)
     source = jnp.asarray(rng.integers(-1, 13, 50), jnp.int32)
     np.testing.assert_array_equal(mosaic_rows.run_gather(x, source), _take(x, source))
-    bare = np.asarray(mosaic_rows.run_gather(x, source, fill=False))
-    np.testing.assert_array_equal(bare[source >= 0], _take(x, source)[source >= 0])
-    assert (bare[source < 0].view(np.uint8) == permute_emulator.POISON).all()
+
+
+@pytest.mark.parametrize(
+    "dtype,columns,k", [("bfloat16", 24, 4), ("float32", 12, 3), ("uint8", 36, 1), ("float32", 1, 8)]
+)
+def test_spread_kernel_writes_each_row_to_its_places_and_nothing_else(rng, dtype, columns, k):
+    x = jnp.asarray(rng.integers(1, 100, (13, columns)), dtype)
+    ids = jnp.asarray(rng.integers(-1, 6, (13, k)), jnp.int32)
+    order = _sort(ids, 6, 13 * k)
+    got = np.asarray(mosaic_rows.run_spread(x, order.position, places=13 * k))
+    used = np.asarray(order.source) >= 0
+    np.testing.assert_array_equal(got[used], _take(x, order.source)[used])
+    assert (got[~used].view(np.uint8) == permute_emulator.POISON).all()
 
 
 @pytest.mark.parametrize("dtype,out", [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])

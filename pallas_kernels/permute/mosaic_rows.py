@@ -1,7 +1,10 @@
-"""Moving rows for NVIDIA GPUs: gather into expert order, and the weighted sum back.
+"""Moving rows for NVIDIA GPUs: into expert order, and the weighted sum back.
 
 N rows, K experts per row, M places, D columns. Every thread moves a few pieces of 16 bytes (4 or 8 where rows are no
 multiple of that), neighbouring pieces by neighbouring threads. Places that hold nothing are not read.
+
+Into expert order: `spread` reads each row once and writes it to its places; `gather` reads it once for each of them,
+in the order of the places, and also fills places that hold nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +26,26 @@ _FILL = 132 * 2048  # threads that fill an H200
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """places M of rows of `row_bytes`; a piece is `words` words, `pieces` of them to a thread. fill: zeros for none."""
+    """places M of rows of `row_bytes`; a piece is `words` words, `pieces` of them to a thread."""
 
     places: int
     row_bytes: int
     words: int
     pieces: int
-    fill: bool
+
+    @property
+    def per_row(self) -> int:
+        return self.row_bytes // (4 * self.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """rows N of `row_bytes`, each to at most top_k K places; a piece is `words` words."""
+
+    rows: int
+    top_k: int
+    row_bytes: int
+    words: int
 
     @property
     def per_row(self) -> int:
@@ -64,11 +80,26 @@ def gather(o: Thread, t: Gather, refs: dict[str, Pointer]):
         inside = place < U(t.places)
         source = refs["source"].at(place, 4).load(1, inside)[0]
         full = inside & ~source.same(U(NOTHING))
-        wanted = inside if t.fill else full
-        moves.append((place, piece, wanted, refs["x"].at(source, t.row_bytes, piece * (4 * t.words)), full))
+        moves.append((place, piece, inside, refs["x"].at(source, t.row_bytes, piece * (4 * t.words)), full))
     values = [at.load(t.words, full) for *_, at, full in moves]
-    for (place, piece, wanted, _, _), value in zip(moves, values, strict=True):
-        refs["out"].at(place, t.row_bytes, piece * (4 * t.words)).store(value, wanted)
+    for (place, piece, inside, _, _), value in zip(moves, values, strict=True):
+        refs["out"].at(place, t.row_bytes, piece * (4 * t.words)).store(value, inside)
+
+
+def _of_row(refs: dict[str, Pointer], name: str, row: U, top_k: int, inside) -> list[U]:
+    """The K words of a row of an array [N, K]."""
+    width = 4 if top_k % 4 == 0 else 1
+    return [word for k in range(0, top_k, width) for word in refs[name].at(row, 4 * top_k, 4 * k).load(width, inside)]
+
+
+def spread(o: Thread, t: Spread, refs: dict[str, Pointer]):
+    flat = o.block() * THREADS + o.thread()
+    row, piece = flat // t.per_row, flat % t.per_row
+    inside = row < U(t.rows)
+    offset = piece * (4 * t.words)
+    value = refs["x"].at(row, t.row_bytes, offset).load(t.words, inside)
+    for place in _of_row(refs, "position", row, t.top_k, inside):
+        refs["out"].at(place, t.row_bytes, offset).store(value, inside & ~place.same(U(NOTHING)))
 
 
 def combine(o: Thread, t: Combine, refs: dict[str, Pointer]):
@@ -76,11 +107,7 @@ def combine(o: Thread, t: Combine, refs: dict[str, Pointer]):
     flat = o.block() * THREADS + o.thread()
     row, piece = flat // t.per_row, flat % t.per_row
     inside = row < U(t.rows)
-    width = 4 if t.top_k % 4 == 0 else 1
-    positions, weights = (
-        [word for k in range(0, t.top_k, width) for word in refs[name].at(row, 4 * t.top_k, 4 * k).load(width, inside)]
-        for name in ("position", "weights")
-    )
+    positions, weights = (_of_row(refs, name, row, t.top_k, inside) for name in ("position", "weights"))
     full = [inside & ~p.same(U(NOTHING)) for p in positions]
     row_bytes = t.columns * (4 if kind == "f32" else 2)
     loaded = [refs["y"].at(p, row_bytes, piece * 16).load(4, here) for p, here in zip(positions, full, strict=True)]
@@ -127,18 +154,33 @@ def _blocks(pieces: int, per_thread: int) -> int:
     return -(-pieces // (THREADS * per_thread))
 
 
-@functools.partial(jax.jit, static_argnames="fill")
-def run_gather(x: jax.Array, source: jax.Array, *, fill: bool = True) -> jax.Array:
-    """x [N, D], source int32 [M] with -1 for none -> [M, D], zeros there (not written, without `fill`)."""
+def _words(row_bytes: int) -> int:
+    return next(w for w in (4, 2, 1) if row_bytes % (4 * w) == 0)
+
+
+@jax.jit
+def run_gather(x: jax.Array, source: jax.Array) -> jax.Array:
+    """x [N, D], source int32 [M] with -1 for none -> [M, D], zeros there."""
     row_bytes, places = x.dtype.itemsize * x.shape[1], source.shape[0]
-    words = next(w for w in (4, 2, 1) if row_bytes % (4 * w) == 0)
+    words = _words(row_bytes)
     count = places * row_bytes // (4 * words)
     pieces = next(p for p in (4, 2, 1) if p == 1 or count >= p * _FILL)
-    task = Gather(places, row_bytes, words, pieces, fill)
+    task = Gather(places, row_bytes, words, pieces)
     out = {"out": jax.ShapeDtypeStruct((places, x.shape[1]), x.dtype)}
     operands = {"x": x, "source": source}
     blocks = _blocks(count, pieces)
     return launch(gather, task, operands, out, blocks=blocks, threads=THREADS, name="gather_rows")["out"]
+
+
+@functools.partial(jax.jit, static_argnames="places")
+def run_spread(x: jax.Array, position: jax.Array, *, places: int) -> jax.Array:
+    """x [N, D], position int32 [N, K] with -1 for none -> [M, D]; a place that no row has is not written."""
+    row_bytes, (rows, top_k) = x.dtype.itemsize * x.shape[1], position.shape
+    task = Spread(rows, top_k, row_bytes, _words(row_bytes))
+    out = {"out": jax.ShapeDtypeStruct((places, x.shape[1]), x.dtype)}
+    operands = {"x": x, "position": position}
+    blocks = _blocks(rows * task.per_row, 1)
+    return launch(spread, task, operands, out, blocks=blocks, threads=THREADS, name="spread_rows")["out"]
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype")

@@ -18,7 +18,7 @@ from jax import lax
 from ..quantize import QTensor
 from . import mosaic_rows
 from .sort import scatter_to_places
-from .thread import environment_obstacle, pick
+from .thread import CONFIRMED, environment_obstacle, pick
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -30,21 +30,28 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(keep, taken, jnp.zeros((), x.dtype))
 
 
-def _take_rows(x: jax.Array, index: jax.Array, fill: bool, implementation: str | None) -> jax.Array:
-    """`_take` of whole rows, index [M]; without `fill`, rows of index -1 may hold anything."""
-    why = mosaic_rows.gather_obstacle(x, index.shape[0]) if x.ndim == 2 else f"x has {x.ndim} axes"
+def _take_rows(x: jax.Array, source: jax.Array, position: jax.Array, fill: bool, implementation: str | None):
+    """x[source] of whole rows; without `fill`, rows where source is -1 may hold anything."""
+    places, top_k = source.shape[0], position.shape[1]
+    why = mosaic_rows.gather_obstacle(x, places) if x.ndim == 2 else f"x has {x.ndim} axes"
     why = why or environment_obstacle()
 
-    def kernel(args):
-        return mosaic_rows.run_gather(*args, fill=fill)
+    def plain(args):
+        return _take(args[0], args[1])
 
-    return pick("gather", implementation, why, kernel, lambda args: _take(*args), (x, index))
+    confirmed = implementation is not None or "spread" in CONFIRMED
+    if fill or not confirmed or not 0 < top_k <= mosaic_rows.MAX_K:
+        return pick("gather", implementation, why, lambda a: mosaic_rows.run_gather(*a), plain, (x, source))
+
+    def kernel(args):
+        return mosaic_rows.run_spread(args[0], args[2], places=places)
+
+    return pick("spread", implementation, why, kernel, plain, (x, source, position))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(fill, implementation, x, source, position):
-    del position
-    return _take_rows(x, source, fill, implementation)
+    return _take_rows(x, source, position, fill, implementation)
 
 
 def _gather_fwd(fill, implementation, x, source, position):
@@ -87,8 +94,8 @@ def gather_rows(
     scale = x.global_scale
     return dataclasses.replace(
         x,
-        data=_take_rows(x.data, source, fill, implementation),
-        block_scale=_take_rows(x.block_scale, source, fill, implementation),
+        data=_take_rows(x.data, source, position, fill, implementation),
+        block_scale=_take_rows(x.block_scale, source, position, fill, implementation),
         global_scale=_take(scale, source) if scale is not None and scale.ndim else scale,
     )
 

@@ -43,6 +43,14 @@ def test_gather(rng, n, columns, dtype):
     assert_equal(both(gather_rows, x, source, jnp.zeros((n, 8), jnp.int32)))
 
 
+@pytest.mark.parametrize("n,columns,dtype", [(1, 2048, "bfloat16"), (8192, 2048, "bfloat16"), (513, 24, "uint8")])
+def test_gather_of_what_is_read(rng, n, columns, dtype):
+    x = jnp.asarray(rng.integers(0, 200, (n, columns)), dtype)
+    order = sort_by_expert(jnp.asarray(rng.integers(-1, 64, (n, 8)), jnp.int32), 64)
+    kernel, xla = both(gather_rows, x, order.source, order.position, fill=False)
+    np.testing.assert_array_equal(kernel[order.source >= 0], xla[order.source >= 0])
+
+
 @pytest.mark.parametrize(
     "n,columns,dtype,out",
     [
