@@ -33,7 +33,7 @@ ARCHITECTURES: dict[str, DeviceCaps] = {
 RUN_ON = frozenset({"CPU", "Hopper"})
 ACTIVATIONS = (None, *FAMILIES)  # a family's first format stands for it
 WEIGHTS = (None, "fp8_128x128", "mxfp8", "mxfp4", "nvfp4")
-_SIZES = dict(hidden_size=4096, intermediate_size=2048, num_experts=64, num_experts_per_tok=8)
+_LAYER = MoEConfig(4096, 2048, 64, 8)  # sizes that no kernel refuses
 _ROWS = 8192  # of a prefill
 ROW_KERNELS = ("route", "sort", "gather", "combine")  # names as in CONFIRMED
 
@@ -56,7 +56,7 @@ def _status(architecture: str) -> Literal["run", "compiled"]:
 
 def exchange(backend: str, activations: str | None, architecture: str) -> Support:
     """Whether a backend serves activations of this format (None: bfloat16) on two devices of an architecture."""
-    config = MoEConfig(**_SIZES, quant=QuantConfig(activations=activations))
+    config = dataclasses.replace(_LAYER, quant=QuantConfig(activations=activations))
     caps = ARCHITECTURES[architecture]
     ranks = 1 if backend == "local" else caps.num_devices
     try:
@@ -68,7 +68,7 @@ def exchange(backend: str, activations: str | None, architecture: str) -> Suppor
 
 
 def _problem(activations: str | None, weights: str | None, caps: DeviceCaps) -> Problem:
-    n, k, groups = 2 * _SIZES["intermediate_size"], _SIZES["hidden_size"], _SIZES["num_experts"]
+    n, k, groups = 2 * _LAYER.intermediate_size, _LAYER.hidden_size, _LAYER.num_experts
     capability = None if caps.compute_capability is None else "{}.{}".format(*caps.compute_capability)
     kinds = activations or "bfloat16", weights or "bfloat16", "bfloat16"
     return Problem("forward", _ROWS, n, k, groups, *kinds, caps.platform, capability)
@@ -101,7 +101,7 @@ def _capability(caps: DeviceCaps) -> float | None:
 
 
 def _quantise_in_triton(capability: float) -> str | None:
-    hidden = _SIZES["hidden_size"]
+    hidden = _LAYER.hidden_size
     return triton_obstacle((_ROWS, hidden), FORMATS["mxfp8"], hidden, capability)
 
 
