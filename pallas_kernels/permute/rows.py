@@ -91,6 +91,7 @@ def gather_rows(
             f"Rows of a QTensor with format {x.format.name!r} and layout={x.layout!r} cannot be moved one by one; it "
             "takes a format with scales for each row and layout='row_major': dequantise or unswizzle it first."
         )
+    x = jax.tree.map(lax.stop_gradient, x)  # the kernel has no derivative
     scale = x.global_scale
     return dataclasses.replace(
         x,
