@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import Gate, gated_matmul, gated_obstacle, grouped_matmul
-from pallas_kernels.quantize import QTensor
+from pallas_kernels.quantize import QTensor, get_format, swiglu_quantize
 
 from ..config import MoEConfig
 from .activation import gated_activation
@@ -68,6 +68,45 @@ def gated_projection(
 
     together.defvjp(forward, backward)
     return together(*floats, sizes)
+
+
+def quantised_projection(
+    rows: jax.Array | QTensor,
+    through: jax.Array | None,
+    params: ExpertWeights,
+    sizes: jax.Array,
+    config: MoEConfig,
+    *,
+    row_weight: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[QTensor, jax.Array] | None:
+    """`gated_projection` quantised to config.quant.intermediate, and its float form, which takes the gradient.
+
+    Activation and quantisation are one step, so that the float form is only made where a gradient is taken. None where
+    that cannot be done, or where gate, up and activation are one kernel.
+    """
+    fmt, w = config.quant.intermediate, params.gate_up
+    gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+    how = dict(bias=False, out_dtype=config.jnp_dtype, implementation=implementation)
+    plain = row_weight is None and params.gate_up_bias is None and config.activation in ("silu", "swiglu_oai")
+    if fmt is None or not plain or not get_format(fmt).row_local or gated_obstacle(rows, w, gate, **how) is None:
+        return None
+    flat = flat_gate_up(w)
+    if flat is None:
+        return None
+    both = grouped_matmul(
+        rows, flat, sizes, straight_through=through, out_dtype=config.jnp_dtype, implementation=implementation
+    )  # [M, 2 * F]
+    q = swiglu_quantize(
+        jax.lax.stop_gradient(both),
+        fmt,
+        activation=config.activation,
+        alpha=config.swiglu_alpha,
+        limit=config.swiglu_limit,
+        num_valid_rows=jnp.sum(sizes),
+    )
+    f = config.intermediate_size
+    return q, gated_activation(both[:, :f], both[:, f:], config).astype(config.jnp_dtype)
 
 
 def _apart(config, implementation, rows, through, w, bias, sizes, row_weight):

@@ -17,7 +17,7 @@ from pallas_kernels.quantize import QTensor
 
 from ..config import MoEConfig
 from .bias import group_rows
-from .gated import gated_projection
+from .gated import gated_projection, quantised_projection
 from .inputs import check_input, quantize_rows
 from .table import get_experts
 from .weights import ExpertWeights, check_weights, in_dtype
@@ -155,15 +155,15 @@ def _compute(x, order, row_weight, params, config, spec, quantize_input, straigh
         return grouped_matmul(rows, w, sizes, straight_through=through, out_dtype=dtype, implementation=implementation)
 
     rows, through = _input_rows(x, order, params, config, spec, quantize_input, straight_through)
-    hidden = gated_projection(
-        rows, through, params, sizes, config, row_weight=row_weight, implementation=implementation
-    )  # [M, F]
-    if quant.intermediate is None:
-        y = matmul(hidden, params.down, None)
-    else:
-        scale = _place_scale(params.intermediate_scale, sizes, num_places)
-        total = jnp.sum(sizes)
-        y = matmul(quantize_rows(hidden, quant.intermediate, num_valid_rows=total, scale=scale), params.down, hidden)
+    how = dict(row_weight=row_weight, implementation=implementation)
+    pair = quantised_projection(rows, through, params, sizes, config, **how)
+    if pair is None:
+        hidden = gated_projection(rows, through, params, sizes, config, **how)  # [M, F]
+        if quant.intermediate is not None:
+            scale = _place_scale(params.intermediate_scale, sizes, num_places)
+            q = quantize_rows(hidden, quant.intermediate, num_valid_rows=jnp.sum(sizes), scale=scale)
+            pair = q, hidden
+    y = matmul(hidden, params.down, None) if pair is None else matmul(pair[0], params.down, pair[1])
     if params.down_bias is not None:
         bias = group_rows(params.down_bias, sizes, num_places)
         y = (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(dtype)
