@@ -233,6 +233,12 @@ def build_moe(
             link="local" if num_ranks == 1 else caps.link,
             num_hosts=_hosts_along(mesh, expert_axes) if isinstance(mesh, Mesh) else 1,
         )
+    if not isinstance(expert_axis, str) and mesh is not None and not caps.local_kernels:
+        several = tuple(a for a in expert_axes if mesh.shape[a] > 1) or expert_axes[-1:]
+        expert_axis = several[0] if len(several) == 1 else several
+        if caps.kernels and caps.link in ("nvlink", "pcie") and len(several) > 1:
+            why = f"the remote-write kernels exchange over one mesh axis, and the experts are spread over {several}"
+            caps = dataclasses.replace(caps, kernels=False, kernels_reason=why)
     if caps.local_kernels and isinstance(expert_axis, str):
         raise ValueError(
             f"caps.local_kernels=True with expert_axis={expert_axis!r}: the kernel inside a host needs an axis that "

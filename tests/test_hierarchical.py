@@ -266,6 +266,20 @@ def test_a_module_takes_an_expert_axis_of_two(rng):
     assert single.expert_axis == "local" and single.num_ranks == 4
 
 
+def test_the_kernels_of_one_host_exchange_over_one_axis_and_say_so():
+    config, hopper = MoEConfig(32, 16, 16, 2), DeviceCaps("gpu", (9, 0), 8, "nvlink")
+    mesh = jax.sharding.AbstractMesh((1, 8), ("host", "gpu"))
+    layer = build_moe(config, mesh=mesh, expert_axis=("host", "gpu"), caps=hopper)
+    if compat.KERNELS_SUPPORTED:
+        assert layer.expert_axis == "gpu" and layer.decision(4).transport == "kernel"
+    two = build_moe(
+        config, mesh=jax.sharding.AbstractMesh((2, 4), ("a", "b")), expert_axis=("a", "b"), caps=hopper,
+        backend="nvlink_one_sided",
+    )  # fmt: skip
+    assert two.decision(4).transport == "xla" and two.exchange(4).engine is None
+    assert "exchange over one mesh axis" in two.decision(4).transport_reason
+
+
 def test_a_kernel_inside_a_host_needs_an_axis_of_its_own():
     caps = dataclasses.replace(TWO_HOSTS, local_kernels=True)
     with pytest.raises(ValueError, match=r"expert_axis='ep'.*mesh with axes \(hosts, ranks of a host\)"):

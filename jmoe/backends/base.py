@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +224,7 @@ class Backend(abc.ABC):
         flat = buffer.reshape(-1, buffer.shape[-1])
         return jnp.take(flat, region * plan.capacity + jnp.maximum(slot, 0), axis=0, mode="clip"), sent
 
-    def sum_back(self, buffer: jax.Array, plan: Plan, *, weights: jax.Array | None = None, decode=None):
+    def sum_back(self, buffer: jax.Array, plan: Plan, *, weights: jax.Array | None = None, decode=None) -> Any:
         """What came back to the owner, [S, C, W], added up for each token in order of rank or of k: float32 [T, W].
 
         weights: float32 [T, R or K], factors of the rows. decode: rows [T, W] to a pytree of float32 arrays.

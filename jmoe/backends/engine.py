@@ -64,7 +64,7 @@ def push(rows: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, ja
     unit = max(1, _UNIT // rows.dtype.itemsize)
     wide = _padded(rows, -(-width // unit) * unit)
     axis = exchange.axis_name
-    assert axis is not None  # `exchange_for` refuses several ranks without an axis
+    assert isinstance(axis, str)  # `exchange_for` refuses several ranks without an axis
     if batched:
         assert plan.target is not None
         out, counts = mosaic_push.push_batched(
@@ -100,7 +100,7 @@ def push_encoding(
     tail = jnp.concatenate([to_bytes(ids.astype(jnp.int32)), to_bytes(weights.astype(jnp.float32))], axis=1)
     before = layout.ids_offset - row.tail_start
     tail = jnp.pad(tail, ((0, 0), (before, layout.row_bytes - layout.ids_offset - tail.shape[1])))
-    assert exchange.axis_name is not None
+    assert isinstance(exchange.axis_name, str)
     batched = plan.form == "batched"
     data, rest, counts = mosaic_push_quantized.push_quantized(
         x,
@@ -126,7 +126,7 @@ def push_apart(
 
     if plan.form == "batched" or x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
         return None
-    assert exchange.axis_name is not None
+    assert isinstance(exchange.axis_name, str)
     (data, rest), counts = mosaic_push.push_apart(
         (x, tail), plan.slot, plan.counts, axis_name=exchange.axis_name, capacity=exchange.capacity
     )
@@ -153,7 +153,7 @@ def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange
     there = jnp.broadcast_to((exchange.rank() * slices + expert) * capacity, here.shape)
     sizes = counts.reshape(slices, num_ranks).T
     axis = exchange.axis_name
-    assert axis is not None
+    assert isinstance(axis, str)
     out = mosaic_ragged.ragged_push(
         wide,
         lax.empty((shape[0] * capacity, wide.shape[1]), wide.dtype),
@@ -176,7 +176,7 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
     y = y.reshape(-1, width)
     wide = _padded(y, max(mosaic_combine.MIN_HIDDEN, -(-width // 8) * 8))
     axis = exchange.axis_name
-    assert axis is not None
+    assert isinstance(axis, str)
     if plan.form == "batched":
         assert plan.target is not None and weights is not None
         out = mosaic_combine.combine_batched(

@@ -13,8 +13,10 @@ from jmoe.payload import RowLayout, pack
 from pallas_kernels.quantize import QTensor, dequantize, exact, get_format, quantize, quantize_rows
 from pallas_kernels.quantize.reference import encode_scale
 
+from .base import Axis
 
-def shared_global_scale(x: jax.Array, fmt: str, axis_name: str | None) -> jax.Array:
+
+def shared_global_scale(x: jax.Array, fmt: str, axis_name: Axis | None) -> jax.Array:
     """The decode scale of a per-tensor format for the rows of all ranks together: float32 [], equal on every rank."""
     bits = exact.magnitude(exact.f32_bits(x))
     amax = jnp.max(jnp.where(bits < exact.INF, bits, jnp.uint32(0)), initial=0).astype(jnp.int32)
@@ -24,7 +26,7 @@ def shared_global_scale(x: jax.Array, fmt: str, axis_name: str | None) -> jax.Ar
     return exact.exact_div(jnp.ones_like(encode), encode)
 
 
-def uniform_global_scale(scales: jax.Array, axis_name: str | None) -> jax.Array:
+def uniform_global_scale(scales: jax.Array, axis_name: Axis | None) -> jax.Array:
     """One decode scale for all experts of all ranks, the largest of the ranks' own: float32 [].
 
     A sender does not know which expert will read a row, so scales of single experts cannot be used before the exchange.
@@ -34,7 +36,7 @@ def uniform_global_scale(scales: jax.Array, axis_name: str | None) -> jax.Array:
 
 
 def encode_rows(
-    x: jax.Array | QTensor, layout: RowLayout, *, axis_name: str | None, global_scale: jax.Array | None = None
+    x: jax.Array | QTensor, layout: RowLayout, *, axis_name: Axis | None, global_scale: jax.Array | None = None
 ) -> tuple[jax.Array | QTensor, jax.Array | None]:
     """x [T, D] in the form that travels: a QTensor as it is, else cast to a float wire or quantised.
 
@@ -63,7 +65,7 @@ def pack_rows(
     weights: jax.Array,
     layout: RowLayout,
     *,
-    axis_name: str | None,
+    axis_name: Axis | None,
     global_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`pack` of `encode_rows`: rows as they travel, uint8 [T, row_bytes], and the global decode scale or None.

@@ -253,7 +253,7 @@ def plot(records: list[Record], path: str | Path) -> None:
     axes[0, 0].set(xscale="log", xlabel="ranks in one NVLink domain", ylabel="us, predicted  (less is better)")
     axes[0, 0].set_xticks(ranks, [str(r) for r in ranks])
     axes[0, 0].minorticks_off()
-    axes[0, 0].set(yscale="log", ylim=(None, 6 * max(r.value for r in first)))  # room for the legend
+    axes[0, 0].set(yscale="log", ylim=(None, 6 * max(r.value or 0 for r in first)))  # room for the legend
     axes[0, 0].set_title(f"one dispatch, {first[0].case.split(' R=')[0]}, bfloat16 and (dashed) narrower", fontsize=10)
     axes[0, 0].legend(fontsize=8, frameon=False)
 
