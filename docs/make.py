@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jmoe import support
+from jmoe import compat, support
 from jmoe.bench import BENCHES
 from jmoe.bench.common import Record, read_json
 from jmoe.formats import FORMATS, bits_per_value
@@ -391,6 +391,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="change nothing; exit status 1 if something is out of step"
     )
     args = parser.parse_args(argv)
+    if not compat.KERNELS_SUPPORTED:
+        print(
+            f"The tables state what kernels can do; make them with JAX >= 0.11. {compat.KERNELS_REASON}",
+            file=sys.stderr,
+        )
+        return 1
     try:
         runs = load()
         wanted = texts(runs)

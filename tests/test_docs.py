@@ -188,9 +188,12 @@ def load_make():
 make = load_make()
 
 
-@pytest.mark.skipif(
-    not compat.KERNELS_SUPPORTED, reason="the kernels' own reasons, which the tables state, ask for JAX >= 0.11"
+needs_new_jax = pytest.mark.skipif(
+    not compat.KERNELS_SUPPORTED, reason="the tables state kernels' reasons, which ask for JAX >= 0.11"
 )
+
+
+@needs_new_jax
 def test_what_is_made_is_in_step_with_its_sources(capsys):
     assert make.main(["--check"]) == 0, capsys.readouterr().err
 
@@ -228,6 +231,7 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
+@needs_new_jax
 def test_the_readme_follows_the_figures_that_there_are(elsewhere, capsys):
     readme, figures = elsewhere / "README.md", elsewhere / "docs" / "figures"
     assert make.main(["--check"]) == 1 and "README.md is out of step" in capsys.readouterr().err
@@ -251,6 +255,7 @@ def test_the_readme_follows_the_figures_that_there_are(elsewhere, capsys):
     assert make.main(["--check"]) == 1 and "README.md" in capsys.readouterr().err
 
 
+@needs_new_jax
 def test_figures_that_mean_nothing_are_refused(elsewhere, capsys):
     figures = elsewhere / "docs" / "figures"
     common.write_json(figures / "quantize.json", "quantize", records(meaningful=False))
