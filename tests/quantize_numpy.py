@@ -115,6 +115,11 @@ class Numpy:
     def opaque(self, a):
         return a
 
+    def loop(self, times, carried, body):
+        for i in range(times):
+            carried = body(U(i), carried)
+        return carried
+
     def rarely(self, condition, fn, default):
         self.rare = float(np.mean(condition))
         return [self.where(condition, a, b) for a, b in zip(fn(), default, strict=True)]

@@ -360,6 +360,7 @@ def _quantize_kernel(
         limit=limit,
         packed=packed,
         scale_rows=max(rows // max(matrices, 1), 1),
+        from_data=global_scale is None,
     )
     task = mosaic_sm90.tuned(task)
     operands = {"x": x.reshape(source_rows, width)}
@@ -373,13 +374,10 @@ def _quantize_kernel(
             top = mosaic_sm90.run_maxima(task, operands) if rows else jnp.uint32(0)
             s = reference.encode_scale(top, fmt.e4m3_max)
             g = exact.exact_div(jnp.ones_like(s), s)
-            amax = jnp.maximum(exact.from_bits(top), jnp.float32(6 * fmt.e4m3_max / reference.MAX_ENCODE))
+            operands["tensor"] = top.reshape(1)
         else:
-            g = jnp.maximum(global_scale, jnp.float32(1 / reference.MAX_ENCODE))
-            g = jnp.where(global_scale == 0, jnp.float32(1), g)
-            s, amax = exact.exact_div(jnp.ones_like(g), g), jnp.float32(6 * fmt.e4m3_max) * g
-        operands["params"] = jnp.stack([s, g, amax, jnp.zeros_like(s)], axis=-1).reshape(matrices, 4)
-        g = g if global_scale is None else global_scale
+            g = global_scale
+            operands["tensor"] = g.reshape(matrices)
     if tail is not None and packed is not None:
         words = (packed.row_bytes - packed.tail_offset) // 4
         operands["tail"] = jnp.pad(tail, ((0, 0), (0, words - tail.shape[1])))

@@ -303,6 +303,15 @@ class Ops:
             fn()
             scf.yield_([])
 
+    def loop(self, times: int, carried: list[U], body) -> list[U]:
+        """`carried = body(i, carried)` for i below `times`, as a loop of the machine; returns the last."""
+        zero, end, one = (arith.constant(_i32(), v) for v in (0, times, 1))
+        op = scf.ForOp(zero, end, one, [c.v for c in carried])
+        with ir.InsertionPoint(op.body):
+            out = body(U(op.induction_variable), [U(v) for v in op.inner_iter_args])
+            scf.yield_([v.v for v in out])
+        return [U(v) for v in op.results]
+
     def thread(self) -> U:
         return U(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)))
 

@@ -157,8 +157,15 @@ class NvScale:
             self.hidden = o.bits(encode) >> 31
 
 
+def given_scale(o, g, e4m3_max: int):
+    """(S, g, amax that S stands for) of the decode scale that a caller gave."""
+    zero = (o.bits(g) & ABS).same(o.U(0))
+    g = o.where(zero, o.F(1.0), o.fmax(g, o.F(1 / MAX_ENCODE)))
+    return o.rcp(g), g, g * o.F(6.0 * e4m3_max)
+
+
 def row_scale(o, amax, e4m3_max: int):
-    """(S, g, stored g, amax that S stands for) of a row from the bits of its finite maximum."""
+    """(S, g, stored g, amax that S stands for) of a row or tensor from the bits of its finite maximum."""
     top = 6 * e4m3_max
     zero = amax.same(o.U(0))
     large = o.float(o.umax(amax, o.U(float_bits(top / MAX_ENCODE))))
@@ -200,19 +207,21 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     moved = top * nv.shift
     base = o.div_constant(moved, 6.0) * nv.encode
     both = o.e4m3x2(o.fmin(base, o.F(448.0)), o.fmin(base * o.F(1.5), o.F(448.0)))
-    six, four = scales = o.e4m3x2_to_float(both)
-    factors = [_encode(o, s, nv) for s in scales]
-
-    def choose(map_to_four, words_six, words_four):
-        codes = [o.where(map_to_four, b, a) for a, b in zip(words_six, words_four, strict=True)]
-        return [*signed(o, codes, words, dtype), o.where(map_to_four, both >> 8, both)]
+    six, four = o.e4m3x2_to_float(both)
 
     def specified():
         values = to_floats(o, [o.opaque(w) for w in words], dtype)  # nothing of this may be moved into the quick way
-        (r_six, error_six), (r_four, error_four) = (_specified_candidate(o, values, s, nv, rule) for s in scales)
-        *codes, scale = choose(error_four < error_six, e2m1_words(o, r_six), e2m1_words(o, r_four))
+
+        def candidate(i, best):
+            first = i.same(o.U(0))
+            rounded, error = _specified_candidate(o, values, o.where(first, six, four), nv, rule)
+            better = first | (error < o.float(best[3]))
+            found = [*e2m1_words(o, rounded), o.where(first, both, both >> 8), o.bits(error)]
+            return [o.where(better, a, b) for a, b in zip(found, best, strict=True)]
+
+        *codes, scale, _ = o.loop(2, [o.U(0)] * 4, candidate)
         nan = o.bits(top) >= o.U(INF)
-        return [*(o.where(nan, o.U(0), w) for w in codes), o.where(nan, o.U(0x7F), scale)]
+        return [*(o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)), o.where(nan, o.U(0x7F), scale)]
 
     if rule.error != "mse" or dtype == "f32":
         *codes, scale = specified()
@@ -224,34 +233,38 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     # fill; a table that is a known constant is copied for each use.
     sixteen, left = nv.hidden + 16, nv.hidden + 0x10000
     table = [nv.hidden + t for t in DOUBLED]
-    if dtype == "bf16":
-        values = [o.float(v) for w in words for v in (o.mad(w, left, o.U(0)), w & 0xFFFF0000)]
-    else:
-        values = to_floats(o, words, dtype)
-    fixed, packed, squares, products = [], [], [], []
-    for factor in factors:
-        scaled = [o.abs(v) * factor for v in values]
-        if not fixed:  # the second constant undoes what the first leaves above bit 15
-            pair = [o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)]
-            low, high = ([o.bits(o.fma(y, to_fixed, pair[k])) for y in scaled[k::2]] for k in (0, 1))
-            fixed = [o.mad(b, left, a) for a, b in zip(low, high, strict=True)]
-        codes = e2m1_words(o, [_round_e2m1(o, y)[0] for y in scaled], sixteen)
-        square = product = o.U(0)
-        for i, half in enumerate(h for w in codes for h in (w, w >> 16)):
-            doubled = o.prmt(*table, half)
-            square = o.dot4(doubled, doubled, square)
-            product = o.dot2(fixed[2 * i], doubled, product, 0)
-            product = o.dot2(fixed[2 * i + 1], doubled, product, 1)
-        packed.append(codes)
-        squares.append(o.from_int(square))
-        products.append(o.from_int(product))
+    # The second constant undoes what the first leaves above bit 15.
+    even, odd = o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)
+    factors = [_encode(o, s, nv) for s in (six, four)]
+    packed, squares, products = ([], []), [o.U(0), o.U(0)], [o.U(0), o.U(0)]
+    for part in (words[: len(words) // 2], words[len(words) // 2 :]):  # by eight values: registers
+        if dtype == "bf16":
+            values = [o.float(v) for w in part for v in (o.mad(w, left, o.U(0)), w & 0xFFFF0000)]
+        else:
+            values = to_floats(o, part, dtype)
+        fixed = []
+        for k, factor in enumerate(factors):
+            scaled = [o.abs(v) * factor for v in values]
+            if not fixed:
+                low, high = ([o.bits(o.fma(y, to_fixed, c)) for y in scaled[n::2]] for n, c in ((0, even), (1, odd)))
+                fixed = [o.mad(b, left, a) for a, b in zip(low, high, strict=True)]
+            (codes,) = e2m1_words(o, [_round_e2m1(o, y)[0] for y in scaled], sixteen)
+            packed[k].append(codes)
+            for i, half in enumerate((codes, codes >> 16)):
+                doubled = o.prmt(*table, half)
+                squares[k] = o.dot4(doubled, doubled, squares[k])
+                products[k] = o.dot2(fixed[2 * i], doubled, products[k], 0)
+                products[k] = o.dot2(fixed[2 * i + 1], doubled, products[k], 1)
+    squares, products = ([o.from_int(v) for v in sums] for sums in (squares, products))
     six_squared = six * six
     by_squares = o.fms(four * four, squares[1], six_squared * squares[0])
     by_products = o.fms(four, products[1], six * products[0])
     difference = o.fms(by_squares, o.F(0.25), rho * by_products)  # error of map-to-4 less that of map-to-6
     doubt = (six < four) & (o.abs(difference) < six_squared * o.F(DOUBT))
     fits = top * factors[0] < o.F(7.0)
-    *codes, scale = o.rarely(doubt | ~fits, specified, choose(difference < o.F(0.0), *packed))
+    map_to_four = difference < o.F(0.0)
+    codes = signed(o, [o.where(map_to_four, b, a) for a, b in zip(*packed, strict=True)], words, dtype)
+    *codes, scale = o.rarely(doubt | ~fits, specified, [*codes, o.where(map_to_four, both >> 8, both)])
     return codes, scale
 
 

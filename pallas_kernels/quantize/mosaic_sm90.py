@@ -36,13 +36,19 @@ MAX_UNITS = 8  # units of a row that one thread of `_rows` keeps in registers
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """values: V. units: units per thread of `_blocks`. threads: threads per block. warp_units: units per thread up to
-    which `_rows` gives a row to a warp instead of a block of threads."""
+    """values: V. units: units per thread of `_blocks`, `rounds` times in a loop. threads: threads per block.
+    warp_units: units per thread up to which `_rows` gives a row to a warp instead of a block of threads."""
 
     values: int = 16
     units: int = 4
+    rounds: int = 1
     threads: int = 128
     warp_units: int = 2
+
+    @property
+    def units_of_block(self) -> int:
+        """Units that a block of `_blocks` takes."""
+        return self.threads * self.units * self.rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Task:
 
     columns: Kp. row_stride: values between rows of x. gather: source rows come from an index array. activation: None,
     or the values are act(x[:, :k]) * x[:, k:2k]. counted: a row count is an operand. scale_rows: rows that share a
-    tensor-wide scale. count_scale: rows for each counted row.
+    tensor-wide scale; from_data: it comes from the maximum. count_scale: rows for each counted row.
     """
 
     fmt: BlockFormat
@@ -69,6 +75,7 @@ class Task:
     limit: float = 0.0
     packed: Packed | None = None
     scale_rows: int = 0
+    from_data: bool = False
     count_scale: int = 1
     tuning: Tuning = Tuning()
 
@@ -108,7 +115,7 @@ class Task:
     @property
     def full(self) -> bool:
         """Whether every thread of `_blocks` and `_dequantize` has work, so that nothing needs a predicate."""
-        exact = self.all_rows * self.units % (self.tuning.threads * self.tuning.units) == 0
+        exact = self.all_rows * self.units % self.tuning.units_of_block == 0
         return exact and not self.counted and self.fmt.global_scale != "token"
 
     @property
@@ -222,10 +229,14 @@ class _Io:
         return row // self.task.scale_rows if self.task.scale_rows < self.task.rows else U(0)
 
     def nv_scale(self, row: U) -> lane.NvScale:
-        """The tensor-wide scale of this row, from the `params` operand [matrices, 4]: S, g, amax, 0."""
+        """The tensor-wide scale of this row, from the `tensor` operand [matrices]: given ones, or bits of the maximum."""
         t, o = self.task, self.o
-        words = self.refs["params"].at(self.matrix(row), 16).load(4, self.valid(row))
-        s, g, a, _ = (o.float(w) for w in words)
+        inside = self.valid(row) if t.scale_rows < t.rows else None
+        word = self.refs["tensor"].at(self.matrix(row), 4).load(1, inside)[0]
+        if t.from_data:
+            s, g, _, a = lane.row_scale(o, word, t.fmt.e4m3_max)
+        else:
+            s, g, a = lane.given_scale(o, o.float(word), t.fmt.e4m3_max)
         return lane.NvScale(o, s, g, a, four_over_six=t.fmt.four_over_six is not None)
 
 
@@ -238,19 +249,28 @@ def _quantize_unit(o: Ops, io: _Io, row: U, unit: U, loaded, nv: lane.NvScale | 
 
 
 def _blocks(o: Ops, task: Task, refs: dict):
-    """Every thread takes `units` units of the flat [rows, units] space, a block of threads apart."""
+    """Every thread takes `units` units of the flat [rows, units] space, a block of threads apart, `rounds` times."""
     io, tune = _Io(o, task, refs, full=task.full), task.tuning
-    first = o.block() * (tune.threads * tune.units) + o.thread()
-    places = []
-    for u in range(tune.units):
-        flat = first + u * tune.threads
-        places.append((flat // task.units, flat % task.units))
-    loaded = [io.load(row, unit) for row, unit in places]
-    for (row, unit), words in zip(places, loaded, strict=True):
-        nv = io.nv_scale(row) if task.fmt.global_scale else None
-        _quantize_unit(o, io, row, unit, words, nv)
-        if task.packed:
-            io.store_tail(row, unit, task.units)
+    step = tune.threads * tune.units
+    first = o.block() * (step * tune.rounds) + o.thread()
+    one_scale = task.fmt.global_scale and task.scale_rows >= task.rows
+    common = io.nv_scale(U(0)) if one_scale else None
+
+    def one_round(i: U | int, carried: list[U]) -> list[U]:
+        flat = [first + i * step + u * tune.threads for u in range(tune.units)]
+        places = [(f // task.units, f % task.units) for f in flat]
+        loaded = [io.load(row, unit) for row, unit in places]
+        for (row, unit), words in zip(places, loaded, strict=True):
+            nv = common if one_scale or not task.fmt.global_scale else io.nv_scale(row)
+            _quantize_unit(o, io, row, unit, words, nv)
+            if task.packed:
+                io.store_tail(row, unit, task.units)
+        return carried
+
+    if tune.rounds == 1:
+        one_round(0, [])
+    else:
+        o.loop(tune.rounds, [], one_round)
 
 
 def row_threads(task: Task) -> int:
@@ -276,7 +296,8 @@ def _rows(o: Ops, task: Task, refs: dict):
         first = o.thread() & 31
     else:
         row, first = o.block(), o.thread()
-    units = [first + group * j for j in range(-(-task.units // group))]
+    places = -(-task.units // group)
+    units = [first + group * j for j in range(places)]
     here = [unit < U(task.units) for unit in units]
     loaded = []
     top = U(0)
@@ -298,11 +319,21 @@ def _rows(o: Ops, task: Task, refs: dict):
     else:
         at = io.refs["row_scale"].at(row, 4)
     at.store([o.bits(stored)], ok)
-    for unit, inside, words in zip(units, here, loaded, strict=True):
-        # A branch that the compiler cannot remove keeps it from interleaving units, which costs registers and with them
-        # rows in flight.
-        some = inside & o.opaque(U(1)).same(U(1))
-        o.when(some, functools.partial(_quantize_unit, o, io, row, unit, words, nv))
+    if task.fmt.four_over_six:
+        # Much code and many registers for a unit: a loop that reads the row again, from the first-level cache.
+        def one(i: U, carried: list[U]) -> list[U]:
+            unit = first + i * group
+            inside = unit < U(task.units)
+            o.when(inside, lambda: _quantize_unit(o, io, row, unit, io.load(row, unit, inside), nv))
+            return carried
+
+        o.loop(places, [], one)
+    else:
+        for unit, inside, words in zip(units, here, loaded, strict=True):
+            # A branch that the compiler cannot remove keeps it from interleaving units, which costs registers and with
+            # them rows in flight.
+            some = inside & o.opaque(U(1)).same(U(1))
+            o.when(some, functools.partial(_quantize_unit, o, io, row, unit, words, nv))
     if task.packed:
         io.store_tail(row, first, group)
 
@@ -399,17 +430,16 @@ def tuned(task: Task, *, decode: bool = False) -> Task:
     """task with the tuning that measured best on an H200 (`jmoe bench quantize`)."""
     if decode:  # 16 bytes of output per thread: whole sectors
         return dataclasses.replace(task, tuning=Tuning(values=8, units=4 if task.fmt.element == "e4m3" else 2))
-    tuning = Tuning(units=2) if task.fmt.four_over_six else Tuning()
+    tuning = Tuning(units=1, rounds=16, threads=256) if task.fmt.four_over_six else Tuning()
     if task.fmt.global_scale == "token":
-        wanted = 2 * tuning.threads  # two units per thread keep registers few and threads many
-        while task.units > wanted and tuning.threads < 512:
+        tuning = Tuning()
+        while task.units > 4 * tuning.threads and tuning.threads < 512:
             tuning = dataclasses.replace(tuning, threads=2 * tuning.threads)
-            wanted = 2 * tuning.threads
     return dataclasses.replace(task, tuning=tuning)
 
 
 def _flat_blocks(task: Task) -> int:
-    return pl.cdiv(task.all_rows * task.units, task.tuning.threads * task.tuning.units)
+    return pl.cdiv(task.all_rows * task.units, task.tuning.units_of_block)
 
 
 def _outputs(task: Task) -> dict:
@@ -431,7 +461,7 @@ def _outputs(task: Task) -> dict:
 
 @functools.partial(jax.jit, static_argnums=0)
 def run_quantize(task: Task, operands: dict) -> dict:
-    """Launch the kernel for `task`. operands: x, and as the task says index, count, params, tail (in this order).
+    """Launch the kernel for `task`. operands: x, and as the task says index, count, tensor, tail (in this order).
 
     Returns data, scale (not for packed rows), row_scale (per-token formats, not for packed rows).
     """
@@ -452,7 +482,7 @@ def empty(task: Task) -> dict:
 @functools.partial(jax.jit, static_argnums=0)
 def run_maxima(task: Task, operands: dict) -> jax.Array:
     """uint32 bits of the largest finite block maximum of x."""
-    task = dataclasses.replace(task.flattened(), tuning=dataclasses.replace(task.tuning, units=8))
+    task = dataclasses.replace(task.flattened(), tuning=dataclasses.replace(task.tuning, units=8, rounds=1))
     blocks = _flat_blocks(task)
     top = _launch(_maxima, task, operands, {"top": jax.ShapeDtypeStruct((blocks,), jnp.uint32)}, blocks, scratch=True)
     return jnp.max(top["top"])
