@@ -229,7 +229,7 @@ class _Io:
         return row // self.task.scale_rows if self.task.scale_rows < self.task.rows else U(0)
 
     def nv_scale(self, row: U) -> lane.NvScale:
-        """The tensor-wide scale of this row, from the `tensor` operand [matrices]: given ones, or bits of the maximum."""
+        """The tensor-wide scale of this row, from the `tensor` operand [matrices]: scales, or bits of the maximum."""
         t, o = self.task, self.o
         inside = self.valid(row) if t.scale_rows < t.rows else None
         word = self.refs["tensor"].at(self.matrix(row), 4).load(1, inside)[0]
