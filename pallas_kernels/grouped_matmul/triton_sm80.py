@@ -52,7 +52,9 @@ def choose_config(rows: int, bits: int, capability: int) -> TritonConfig:
         return TritonConfig(block_m, 64, 128, 4, 4 if bits < 16 or large else 3)
     if bits < 16:
         return TritonConfig(128, 128, 64, 8, 3)
-    return TritonConfig(128, 256, 64, 8, 3) if large else TritonConfig(128, 128, 32, 4, 4)
+    if not large:
+        return TritonConfig(128, 128, 32, 4, 4)
+    return TritonConfig(128, 256, 64, 8, 3 if capability < 90 else 4)
 
 
 def choose_drhs_config(capability: int) -> TritonConfig:
