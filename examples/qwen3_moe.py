@@ -89,24 +89,20 @@ class Config:
 class Cache:
     """Keys and values of what was read so far. valid bool [B, N]; used: slots filled, int32 [].
 
-    k, v: for each layer [B, G, N, h], which a decode loop updates in place; of a stacked model one array [layers, ...].
+    kv: for each layer keys and values [B, G, N, h], which a decode loop updates in place; of a stacked model one pair
+    of arrays [layers, ...].
     """
 
-    k: tuple[jax.Array, ...] | jax.Array
-    v: tuple[jax.Array, ...] | jax.Array
+    kv: tuple
     valid: jax.Array
     used: jax.Array
 
     @classmethod
     def empty(cls, config: Config, batch: int, size: int, *, stacked: bool = False) -> Cache:
         shape = (batch, config.num_kv_heads, size, config.head_dim)
-        k, v = (
-            jnp.zeros((config.num_layers, *shape), config.dtype)
-            if stacked
-            else tuple(jnp.zeros(shape, config.dtype) for _ in range(config.num_layers))
-            for _ in "kv"
-        )
-        return cls(k, v, jnp.zeros((batch, size), bool), jnp.zeros((), jnp.int32))
+        pair = lambda *lead: tuple(jnp.zeros((*lead, *shape), config.dtype) for _ in "kv")  # noqa: E731
+        kv = pair(config.num_layers) if stacked else tuple(pair() for _ in range(config.num_layers))
+        return cls(kv, jnp.zeros((batch, size), bool), jnp.zeros((), jnp.int32))
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
@@ -133,6 +129,13 @@ class Linear(nnx.Linear):
         return super().__call__(rows)[:1].reshape(*x.shape[:-1], -1)
 
 
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x [..., H, h] with a root mean square of 1 in each head, times scale [H, h]."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * (inverse * scale.astype(jnp.float32)[None, None])).astype(x.dtype)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with RMSNorm on each query and key head."""
 
@@ -146,21 +149,23 @@ class Attention(nnx.Module):
         self.config = c
 
     def __call__(self, x, positions, mask, cached=None, used=None):
-        """x [B, S, D] -> y, (k, v); cached: (k, v) [B, G, N, h] to write to at slot `used`.
+        """x [B, S, D] -> y, (k, v); cached: those so far, [B, G, N, h], to write to at slot `used`.
 
         mask: bool [B, S, N or S], what each token sees of the cache (or, without one, of this call); None: of this call
         what comes before it.
         """
         c, (batch, length, _) = self.config, x.shape
-        q = self.q_norm(self.q_proj(x).reshape(batch, length, c.num_heads, c.head_dim))
-        k = self.k_norm(self.k_proj(x).reshape(batch, length, c.num_kv_heads, c.head_dim))
-        v = self.v_proj(x).reshape(batch, length, c.num_kv_heads, c.head_dim)
-        q, k = rotary(q, positions, c.rope_theta), rotary(k, positions, c.rope_theta)
+        q, k, v = (proj(x).reshape(batch, length, -1, c.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        # Queries and keys go through norm and rotation together: fewer kernels where those are what counts.
+        scale = [
+            jnp.broadcast_to(n.scale[...], (h.shape[2], c.head_dim)) for n, h in ((self.q_norm, q), (self.k_norm, k))
+        ]
+        qk = rms_norm(jnp.concatenate([q, k], axis=2), jnp.concatenate(scale), c.norm_eps)
+        q, k = jnp.split(rotary(qk, positions, c.rope_theta), [c.num_heads], axis=2)
         kv = (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))  # [B, G, S, h]
         if cached is not None:
-            kv = tuple(
-                jax.lax.dynamic_update_slice_in_dim(old, new, used, axis=2) for old, new in zip(cached, kv, strict=True)
-            )
+            write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=used, axis=2)
+            kv = tuple(write(old, new) for old, new in zip(cached, kv, strict=True))
         if mask is None:
             flash = jax.default_backend() == "gpu" and q.dtype != jnp.float32
             out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if flash else "xla")
@@ -278,19 +283,18 @@ class Qwen3Moe(nnx.Module):
             x, kv, stats = run_block(layer, x, positions, mask, valid, cached, used)
             return x, (kv if cache is not None else None, stats)
 
-        cached = None if cache is None else (cache.k, cache.v)
+        cached = None if cache is None else cache.kv
         if isinstance(self.layers, Block):  # one module whose arrays hold all layers: see `stack_layers`
             x, (kv, stats) = jax.lax.scan(run, x, (self.layers, cached))
         else:
             outputs = []
             for i, layer in enumerate(self.layers):
-                x, output = run(x, (layer, None if cached is None else (cached[0][i], cached[1][i])))
+                x, output = run(x, (layer, None if cached is None else cached[i]))
                 outputs.append(output)
-            kvs, stats = zip(*outputs, strict=True)
-            kv = None if cache is None else tuple(zip(*kvs, strict=True))
+            kv, stats = zip(*outputs, strict=True)
             found = [s for s in stats if s is not None]
             stats = jax.tree.map(lambda *a: jnp.stack(a), *found) if found else None
-        return self.norm(x), None if cache is None else Cache(*kv, slots, used + ids.shape[1]), stats
+        return self.norm(x), None if cache is None else Cache(kv, slots, used + ids.shape[1]), stats
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., D] -> float32 [..., V]."""

@@ -103,11 +103,9 @@ def filled_cache(example: ModuleType, model: Any, batch: int, context: int, size
     """A cache of `size` slots, of which every sequence has filled `context`, with random keys and values."""
     empty = example.Cache.empty(model.config, batch, size)
     make = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
-    fill = lambda arrays, seed: tuple(  # noqa: E731
-        make(jax.random.key(seed + i), a.shape, a.dtype) for i, a in enumerate(arrays)
-    )
+    kv = jax.tree.map(lambda a: make(jax.random.key(a.shape[0]), a.shape, a.dtype), empty.kv)
     valid = jnp.broadcast_to(jnp.arange(size)[None, :] < context, (batch, size))
-    return dataclasses.replace(empty, k=fill(empty.k, 0), v=fill(empty.v, 10_000), valid=valid, used=jnp.int32(context))
+    return dataclasses.replace(empty, kv=kv, valid=valid, used=jnp.int32(context))
 
 
 def decode_seconds(
