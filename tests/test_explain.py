@@ -11,6 +11,7 @@ from jmoe.config import MoEConfig, QuantConfig
 from jmoe.payload import Workspace, row_layout
 from jmoe.policy import BACKENDS, BackendOptions, cost, decide, explain
 from jmoe.policy.explain import row_bytes
+from jmoe.policy.measured import CURVES
 from jmoe.policy.render import duration, size, to_text
 from jmoe.shapes import SHAPES, get_shape
 
@@ -79,16 +80,21 @@ def test_rows_that_leave_a_rank_follow_from_the_way_they_move():
 
 
 def test_predicted_times_follow_the_measurements_and_only_where_they_apply():
-    def seconds(backend, nbytes, caps=HOPPER):
-        d = decide(DEEPSEEK, backend=backend, num_ranks=8, tokens=1, caps=caps, options=BackendOptions())
-        return cost.exchange_seconds(d, nbytes, caps)
+    def seconds(backend, nbytes, caps=HOPPER, quant=None, back=False):
+        config = dataclasses.replace(DEEPSEEK, quant=QuantConfig(**(quant or {})))
+        d = decide(config, backend=backend, num_ranks=8, tokens=1, caps=caps, options=BackendOptions())
+        return cost.exchange_seconds(d, nbytes, caps, back=back)
 
     for kind, backend in (("remote_writes", "nvlink_one_sided"), ("collectives", "nvlink_two_sided")):
-        for nbytes, measured in cost.CURVES[kind]:
+        for nbytes, measured in CURVES[kind]:
             assert seconds(backend, nbytes) == pytest.approx(measured)
         points = [seconds(backend, x) for x in np.geomspace(1e3, 1e10, 50)]
-        assert points == sorted(points) and points[0] == cost.CURVES[kind][0][1]
-    assert seconds("nvlink_one_sided", 940e6) == pytest.approx(2 * 1312e-6)
+        assert points == sorted(points) and points[0] == CURVES[kind][0][1]
+    for curve in CURVES.values():  # more bytes take longer
+        assert list(curve) == sorted(curve) == sorted(curve, key=lambda point: point[1])
+    assert seconds("nvlink_one_sided", 936e6) == pytest.approx(2 * 1317e-6)
+    assert seconds("nvlink_one_sided", 60.8e6, quant={"activations": "mxfp8"}) == pytest.approx(204e-6)
+    assert seconds("nvlink_one_sided", 117e6, back=True) == pytest.approx(370e-6)
     no_jax = dataclasses.replace(HOPPER, kernels=False)
     assert seconds("ragged", 117e6, no_jax) == pytest.approx(21.7e-3)
     assert seconds("nvlink_one_sided", 1e6, CPU) is None
@@ -124,7 +130,7 @@ def test_the_text_says_what_who_why_and_what_blackwell_would_do():
         "Blackwell multiplies mxfp8 as it is",
         "> nvlink_one_sided",
         "predicted from measurements on 2 x H200",
-        "combine_wire='mxfp8'",
+        "353 against 446 us at 8192 rows",
     ):
         assert part in " ".join(text.split()), part
     assert max(len(line) for line in text.splitlines()) <= 100
@@ -138,9 +144,11 @@ def test_the_text_says_why_others_refuse_and_what_they_would_gain():
     assert "its block-scaled matrix units would idle" in plain
     assert "QuantConfig(wire='mxfp8') would make the rows 1.93 x smaller" in plain and "It pays here" in plain
     small = " ".join(str(explained(tokens=64)).split())
-    assert "It does not pay here: break-even is about 300 MB" in small and "combine_wire" not in small
+    assert "It does not pay here: break-even is about 25 MB" in small and "combine_wire" not in small
     hosts = " ".join(str(explained(tokens=64, caps=dataclasses.replace(HOPPER, link="network"))).split())
     assert "It pays here: break-even is about 64 tokens" in hosts
+    hosts = " ".join(str(explained(tokens=512, caps=dataclasses.replace(HOPPER, link="network"))).split())
+    assert "combine_wire='mxfp8'" in hosts and "combine_wire" not in plain
 
 
 def test_several_hosts_show_what_leaves_them():

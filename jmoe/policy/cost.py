@@ -11,15 +11,8 @@ from ..caps import DeviceCaps
 from ..config import MoEConfig
 from ..plan import host_capacity
 from .decide import Decision
-
-MEASURED_ON = "2 x H200, NVLink 4"
-
-# (remote bytes in one direction of one rank, seconds): rows of 7168 bfloat16, 128 to 32768 of them.
-CURVES: dict[str, tuple[tuple[float, float], ...]] = {
-    "remote_writes": ((1.84e6, 20e-6), (14.7e6, 56e-6), (117e6, 350e-6), (470e6, 1312e-6)),
-    "collectives": ((1.84e6, 22e-6), (14.7e6, 50e-6), (117e6, 455e-6), (470e6, 1603e-6)),
-    "ragged": ((1.84e6, 216e-6), (14.7e6, 2.9e-3), (117e6, 21.7e-3), (470e6, 157e-3)),  # lax.ragged_all_to_all
-}
+from .measured import CURVES, Curve
+from .measured import MEASURED_ON as MEASURED_ON
 
 
 def ranks_per_token(config: MoEConfig, num_ranks: int) -> float:
@@ -87,8 +80,11 @@ def _slots(decision: Decision, config: MoEConfig, num_ranks: int, capacity: int)
     return num_ranks * capacity * (-(-config.num_experts // num_ranks) if decision.form == "batched" else 1)
 
 
-def exchange_seconds(decision: Decision, nbytes: float, caps: DeviceCaps) -> float | None:
-    """Predicted seconds of moving `nbytes` out of each rank. None where nothing like this machine was measured."""
+def exchange_seconds(decision: Decision, nbytes: float, caps: DeviceCaps, *, back: bool = False) -> float | None:
+    """Predicted seconds of moving `nbytes` out of each rank, and quantising them where the kernel that sends does it.
+
+    back: in a combine. None where nothing like this machine was measured.
+    """
     if decision.transport == "none":
         return 0.0
     if caps.link != "nvlink" or caps.compute_capability is None or caps.compute_capability[0] != 9:
@@ -96,10 +92,14 @@ def exchange_seconds(decision: Decision, nbytes: float, caps: DeviceCaps) -> flo
     kind = "remote_writes" if decision.transport == "kernel" else "collectives"
     if decision.backend == "deepep_high_throughput" and decision.transport == "xla":
         kind = "ragged"
+    if kind == "remote_writes" and back:
+        kind = "remote_writes, back"
+    elif kind == "remote_writes" and decision.quantised_wire:
+        kind = "remote_writes, quantised"
     return _interpolate(CURVES[kind], nbytes)
 
 
-def _interpolate(curve: tuple[tuple[float, float], ...], x: float) -> float:
+def _interpolate(curve: Curve, x: float) -> float:
     """Seconds for x bytes: linear between the points in logarithms, constant below them, proportional above."""
     if x <= curve[0][0]:
         return curve[0][1]

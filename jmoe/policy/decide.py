@@ -18,6 +18,7 @@ from ..backends.engine import MAX_RANKS
 from ..caps import LINKS, DeviceCaps
 from ..config import MoEConfig, QuantConfig
 from . import table
+from .measured import against_nccl
 from .names import activation_format
 from .table import BACKENDS, FLOAT_WIRES, BackendRow, Form, Rule, Where, family
 
@@ -198,7 +199,8 @@ def candidates(config: MoEConfig, *, num_ranks: int, tokens: int, caps: DeviceCa
             spread.insert(0, ("nvlink_one_sided", once))
         return (*spread, *batched)
     if remote_writes(caps)[0] and tokens >= table.ONE_SIDED_FROM_TOKENS:
-        order = [("nvlink_one_sided", "remote writes over NVLink are ahead of NCCL at every measured size"), *portable]
+        why = f"remote writes over NVLink are ahead of NCCL at every size measured ({against_nccl()})"
+        order = [("nvlink_one_sided", why), *portable]
         if tokens < table.LOW_LATENCY_BELOW_TOKENS:
             order.insert(0, ("low_latency", f"{tokens} tokens for each rank is a decode batch"))
         return (*order, *batched)

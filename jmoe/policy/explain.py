@@ -195,7 +195,7 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
     counted = dict(num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=caps.num_hosts)
     rows = cost.remote_rows(decision, config, **counted, kernel_inside=caps.local_kernels)
     dispatch = cost.exchange_seconds(decision, rows * layout.row_bytes, caps)
-    combine = cost.exchange_seconds(decision, rows * back, caps)
+    combine = cost.exchange_seconds(decision, rows * back, caps, back=True)
     layer = layer_seconds(config, tokens=tokens, num_ranks=num_ranks, caps=caps)
     if layer is not None:
         known = dispatch is not None and combine is not None
@@ -255,7 +255,8 @@ def _advice(config: MoEConfig, chosen: Alternative, num_ranks: int, tokens: int,
                 f"It {'pays' if pays else 'does not pay'} here: break-even is {limit}, and this layer sends "
                 f"{tokens} tokens, {sent / 1e6:.3g} MB."
             )
-    if num_ranks > 1 and decision.combine_wire not in FORMATS and tokens >= table.QUANTISED_COMBINE_TOKENS:
+    between_hosts = num_ranks > 1 and caps.link == "network"
+    if between_hosts and decision.combine_wire not in FORMATS and tokens >= table.QUANTISED_COMBINE_TOKENS:
         advice.append(
             f"QuantConfig(combine_wire='mxfp8') pays from about {table.QUANTISED_COMBINE_TOKENS} tokens for each rank, "
             "and adds its error to every partial sum."

@@ -189,16 +189,18 @@ REMOTE_WRITES_SINCE = (9, 0)  # Pallas Mosaic remote references: Hopper and late
 ALLGATHER_RANKS = 2
 ALLGATHER_RANKS_MANY_EXPERTS = (4, 8)  # (R, K)
 
-# Unquantised experts: bytes of BF16 rows for each rank from which compressing the wire alone pays on NVLink. 4 x B200:
-# 0.86x at 170 MB, 1.01x at 335 MB, 1.49x at 671 MB (torchao PR 3203). Only advice: it changes the numbers, so the user
-# has to ask for it.
-COMPRESSION_PAYS_BYTES = 300e6
+# Unquantised experts: bytes of BF16 rows that leave a rank from which compressing the wire alone pays on NVLink.
+# Counted from what was measured on 2 x H200 (`measured.py`): MXFP8 saves 9 us of a dispatch of 1024 rows and 149 of one
+# of 8192, and dequantising what arrives at 0.9 of the copy speed costs 12 and 94. Only advice: it changes the numbers,
+# so the user has to ask for it.
+COMPRESSION_PAYS_BYTES = 25e6
 # The same across hosts, where links are several times slower: about 64 tokens for each rank (DeepEP, counted).
 COMPRESSION_PAYS_TOKENS_NETWORK = 64
-# MXFP8 combine: 0.94x at <= 64 tokens, 1.05x at 512, 1.13x at 1024 (FlashInfer, GB200 EP4).
+# MXFP8 combine: 0.94x at <= 64 tokens, 1.05x at 512, 1.13x at 1024 (FlashInfer, GB200 EP4, quantised in its kernel).
+# Advised between hosts only: on one NVLink host the passes that quantise and decode the rows should take longer than
+# the link saves (counted; the whole BF16 combine of 8192 rows takes 370 us).
 QUANTISED_COMBINE_TOKENS = 512
-# One-sided remote writes against NCCL's all-to-all on 2 x H200: ahead at every size measured (128 to 32768 rows of
-# 7168).
+# One-sided remote writes against NCCL's all-to-all on 2 x H200: ahead at every size measured (`measured.AGAINST_NCCL`).
 ONE_SIDED_FROM_TOKENS = 0
 # `auto` chooses low_latency below this many tokens for each rank. 0: never, until it is measured to be ahead of
 # nvlink_one_sided on the same machine.
