@@ -16,7 +16,7 @@ def ampere(monkeypatch):
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "fp8_128_ue8m0", "nvfp4", "nvfp4_token"])
 def test_it_serves_whole_blocks_of_every_plain_format_on_ampere(ampere, fmt):
-    assert api._triton_obstacle((3, 5, 256), get_format(fmt), 256) is None
+    assert api.triton_obstacle((3, 5, 256), get_format(fmt), 256) is None
 
 
 def test_it_says_why_it_cannot(ampere, monkeypatch):
@@ -27,9 +27,9 @@ def test_it_says_why_it_cannot(ampere, monkeypatch):
         ("no padding, not (256, 32) padded to 128", "mxfp8", (256, 32), 128),
         ("whole blocks", "mxfp8", (0, 32), 32),
     ):
-        assert why in api._triton_obstacle(shape, get_format(fmt), columns), why
+        assert why in api.triton_obstacle(shape, get_format(fmt), columns), why
     monkeypatch.setattr(api, "_gpu_capability", lambda: 7.5)
-    assert "compute capability 8.0" in api._triton_obstacle((256, 32), get_format("mxfp8"), 32)
+    assert "compute capability 8.0" in api.triton_obstacle((256, 32), get_format("mxfp8"), 32)
     with pytest.raises(ValueError, match="'triton' cannot do this: it needs a GPU of compute capability 8.0"):
         q.quantize(jnp.ones((4, 32)), "mxfp8", implementation="triton")
     with pytest.raises(ValueError, match="'triton' cannot do this: it only quantises"):
