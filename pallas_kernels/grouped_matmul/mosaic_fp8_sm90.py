@@ -3,6 +3,9 @@
 The matrix unit sums FP8 products with fewer bits than float32 and knows no scales, so every 128 columns of K are
 summed on their own, scaled, and added to the float32 total in ordinary registers. The two multiplying warpgroups take
 turns: one scales while the other's products run. Tiles, boxes and stages are those of mosaic_sm90.py.
+
+Scales come with the stage they belong to. Read from global memory instead they would queue behind all the copies that
+are under way, about two steps, whatever the latency of an idle memory is.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from .schedule import Schedule, each_tile, num_tiles, read_boxes
 
 _BLOCK = 128  # columns of K under one scale, and the depth of one stage
 _TILE_N = 128  # columns of a tile, under one scale of the weights
+_QUAD = 4  # floats in 16 bytes, the least that the copy engine moves and what its places are multiples of
+_SCALES = 4 * BOX  # floats in shared memory for the row scales of a stage's boxes, or of its last one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Fp8Config:
     stages: int = 4
     cluster: int = 1
     band: int = 0
-    out_slots: int = 2
+    out_slots: int = 1
     turns: bool = True
     prefetch: int = 0
     num_blocks: int | None = None
@@ -174,6 +179,8 @@ def _body(
     out,
     a_smem,
     b_smem,
+    sx_smem,
+    sw_smem,
     out_smem,
     full,
     empty,
@@ -198,6 +205,11 @@ def _body(
         if c.cluster > 1:
             n_tile = n_tile * c.cluster + lax.axis_index("cluster")
         return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
+
+    boxes_before = c.block_m - BOX  # rows of all boxes but the last
+
+    def quad(row):
+        return lax.div(row, _QUAD) * _QUAD
 
     @pl.when(wg == CONSUMERS)
     def _produce():
@@ -225,6 +237,11 @@ def _body(
                     needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
                 plgpu.copy_gmem_to_smem(weights(weight, n_tile, j)[0], b_smem.at[slot], full.at[slot])
+                for which, (row, width) in enumerate(((first, boxes_before), (last, BOX))):
+                    source = sx.at[j, pl.ds(quad(row), width + _QUAD)]
+                    plgpu.copy_gmem_to_smem(source, sx_smem.at[slot, which, pl.ds(0, width + _QUAD)], full.at[slot])
+                source = sw.at[weight, jnp.minimum(n_tile, sw.shape[1] - 1), pl.ds(quad(j), _QUAD)]
+                plgpu.copy_gmem_to_smem(source, sw_smem.at[slot], full.at[slot])
                 if c.prefetch and not interpret:
                     prefetch(weights, tile, following, j + c.prefetch, k_steps)
                 return step + 1
@@ -238,41 +255,37 @@ def _body(
     def _multiply():
         plgpu.set_max_registers(232, action="increase")
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
-        last_block = sw.shape[1] - 1
 
         def tile_of(boxes, tile, step, steps):
             """A tile of this many boxes, which is known when the kernel is compiled."""
-            weight, first, last, _, group_rows, n_tile = tile
+            _, first, last, _, group_rows, n_tile = tile
             work = shares(boxes, wg, _TILE_N)
             rows_of = [jnp.where(box < boxes - 1, first + box * BOX, last) for box, _, _ in work]
 
-            def scales_of(j):
-                """Row scales [64] of each piece of work, times the weights' scale, read a step ahead into registers.
-
-                Rows begin anywhere, which the copy engine does not take for the contiguous axis of an array.
-                """
-                at = jnp.minimum(j, k_steps - 1)
-                scale = sw[jnp.maximum(weight, 0), jnp.minimum(n_tile, last_block), at]
-                return scale, [load_rows(sx.at[at, pl.ds(row, BOX)]) for row in rows_of]
+            def factors(slot, j, box, row):
+                """Row scales [64] of a box times the weights' scale."""
+                at = jnp.where(box < boxes - 1, row - quad(first), row - quad(last))
+                rows = sx_smem.at[slot, jnp.where(box < boxes - 1, 0, 1), pl.ds(at, BOX)]
+                return load_rows(rows) * sw_smem[slot, lax.rem(j, _QUAD)]
 
             def per_step(j, carry):
-                step, (scale, row_scales), totals = carry
+                step, totals = carry
                 slot = lax.rem(step, c.stages)
-                following = scales_of(j + 1)
                 plgpu.barrier_wait(full.at[slot])
                 new = []
                 for i, (box, first_column, columns) in enumerate(work):
+                    scale = factors(slot, j, box, rows_of[i])
                     a, b = a_smem.at[slot, pl.ds(box * BOX, BOX)], b_smem.at[slot, pl.ds(first_column, columns)]
                     part = _product(a, b, turns=c.turns, interpret=interpret)
                     if i + 1 == len(work):
                         arrive(empty.at[slot], cluster=c.cluster, interpret=interpret)
-                    new.append(totals[i] + part * lax.broadcast_in_dim(row_scales[i] * scale, part.shape, (0,)))
-                return step + 1, following, new
+                    new.append(totals[i] + part * lax.broadcast_in_dim(scale, part.shape, (0,)))
+                return step + 1, new
 
             zeros = [
                 plgpu.layout_cast(jnp.zeros((BOX, columns), jnp.float32), plgpu.Layout.WGMMA) for _, _, columns in work
             ]
-            _, _, totals = lax.fori_loop(0, steps, per_step, (step, scales_of(0), zeros))
+            _, totals = lax.fori_loop(0, steps, per_step, (step, zeros))
             chunk = 0
             for row, (_, first_column, columns), total in zip(rows_of, work, totals, strict=True):
                 value = total.astype(out.dtype)
@@ -342,12 +355,16 @@ def grouped_matmul_fp8(
         scratch_types=dict(
             a_smem=row_views((c.stages, c.block_m, _BLOCK), x.dtype, plain=False, interpret=bool(interpret)),
             b_smem=plgpu.SMEM((c.stages, _TILE_N, _BLOCK), w.dtype, transforms=swizzled(w.dtype)),
+            sx_smem=plgpu.SMEM((c.stages, 2, _SCALES), jnp.float32),
+            sw_smem=plgpu.SMEM((c.stages, _QUAD), jnp.float32),
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
-            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 1, num_barriers=c.stages),
+            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 4, num_barriers=c.stages),
             empty=empty,
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
     # A box at the end of the rows may reach past them.
-    return kernel(schedule, x, jnp.pad(sx.T, ((0, 0), (0, BOX))), w, sw)
+    sx = jnp.pad(sx.T, ((0, 0), (0, BOX + -m % _QUAD)))
+    sw = jnp.pad(sw, ((0, 0), (0, 0), (0, -sw.shape[2] % _QUAD)))
+    return kernel(schedule, x, sx, w, sw)
