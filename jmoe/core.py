@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.quantize import QTensor, get_format
 
 from .backends import combine, get_backend, in_chunks, shared_global_scale, uniform_global_scale
-from .backends.base import Backend, Exchange
+from .backends.base import Axis, Backend, Exchange
 from .backends.scales import encode_rows
 from .backends.straight_through import dispatch
 from .experts import ExpertWeights, apply_batched_experts, apply_experts, get_experts
@@ -150,7 +150,7 @@ def _returned_dtype(backend: Backend, ex: Exchange, wire: str | None):
 
 
 def _input_scale(
-    experts: ExpertWeights, x: jax.Array, physical: jax.Array, decision: Decision, axis_name: str | None
+    experts: ExpertWeights, x: jax.Array, physical: jax.Array, decision: Decision, axis_name: Axis | None
 ) -> tuple[ExpertWeights, jax.Array | None]:
     """The experts with the decode scale of a per-tensor activation format, and the one to quantise with before sending.
 

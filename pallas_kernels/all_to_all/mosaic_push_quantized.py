@@ -91,7 +91,7 @@ def push_quantized(
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_tokens(tokens, stages=9)
     cut = fmt.data_bytes(width)
-    parts = (pl.ds(0, cut), pl.ds(cut, row - cut))
+    parts = ((0, cut), (cut, row - cut))  # start and size in the packed row
     stride = stride_of(row, 1, schedule)
     fitting = min(schedule.stages, SHARED_MEMORY // (row_bytes(x) + stride))
     # A warpgroup frees a stage when it is done with its next row, so it needs two. And a multiple of the warpgroups:
@@ -106,8 +106,8 @@ def push_quantized(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
     def quantize_row(_, *refs):
-        pointers = (Pointer(_shared_address(ref), shared=True) for ref in refs)
-        encode_row(Ops(), fmt, x.dtype.name, width, layout, *pointers, mgpu.warpgroup_barrier)
+        source, out, maxima = (Pointer(_shared_address(ref), shared=True) for ref in refs)
+        encode_row(Ops(), fmt, x.dtype.name, width, layout, source, out, maxima, mgpu.warpgroup_barrier)
 
     def body(x_ref, tail_ref, counts_ref, *refs):
         table_refs = refs[: len(tables)]
@@ -159,11 +159,11 @@ def push_quantized(
 
                     @pl.when(place >= 0)
                     def _(peer=peer, place=place):
-                        for out_ref, part in zip(out_refs, parts, strict=True):
+                        for out_ref, (start, size) in zip(out_refs, parts, strict=True):
                             target = plgpu.remote_ref(out_ref, {axis_name: peer})  # pyright: ignore[reportArgumentType]
                             plgpu.copy_smem_to_gmem(
-                                packed.at[stage, :, part],
-                                target.at[pl.ds(place, 1), pl.ds(0, part.size)],
+                                packed.at[stage, :, pl.ds(start, size)],
+                                target.at[pl.ds(place, 1), pl.ds(0, size)],
                                 commit_group=False,
                             )
 
@@ -189,7 +189,7 @@ def push_quantized(
     *outs, out_counts = plgpu.kernel(
         body,
         out_type=(
-            *(jax.ShapeDtypeStruct((total, stride_of(p.size, 1, schedule)), jnp.uint8) for p in parts),
+            *(jax.ShapeDtypeStruct((total, stride_of(size, 1, schedule)), jnp.uint8) for _, size in parts),
             jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
         ),
         scratch_types=[
@@ -201,7 +201,7 @@ def push_quantized(
         ],
         **kernel_params(schedule, f"push_{fmt.name}", warpgroups=1 + warpgroups),
     )(x, tail, counts, *tables)
-    outs = [out[:, : part.size] for out, part in zip(outs, parts, strict=True)]
+    outs = [out[:, :size] for out, (_, size) in zip(outs, parts, strict=True)]
     if target is None:
         return *(out.reshape(num_ranks, capacity, -1) for out in outs), out_counts
     counts = out_counts.reshape(num_ranks, num_local).T
