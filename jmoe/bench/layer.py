@@ -6,14 +6,20 @@ On one GPU the layer runs with BF16, FP8-128, MXFP8 and NVFP4 weights; on severa
 the same tokens on each, with every format on the wire. A figure is the median of chains of calls inside one jit. The
 ceiling is what two matmuls over sorted rows could do at the rates that were measured in the same run: for each the
 larger of its operations at the speed of a dense matmul and its bytes (weights of experts that have tokens, and rows) at
-the speed of a copy. `parameters` has the number of kernels of a call and the sum of their own times.
+the speed of a copy. `parameters` has the number of kernels of a call and the sum of their own times, those of the
+dependence between calls included.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import math
+import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +36,20 @@ from jmoe.params import MoEParams
 from jmoe.router import route, router_logits
 
 from . import layer_peers
-from .common import NoProgress, Progress, Record, copy_bandwidth, feed_back, jit_donating, relative_error, time_chain
+from .common import (
+    NoProgress,
+    Progress,
+    Record,
+    chain,
+    copy_bandwidth,
+    feed_back,
+    jit_donating,
+    relative_error,
+    time_chain,
+)
 from .plot import lines
-from .profile import profile
+from .profile import totals
+from .timing import CHAIN_SECONDS, MOST_CALLS
 
 AXIS = "ep"
 SHAPES = {
@@ -42,6 +59,7 @@ SHAPES = {
 TOKENS = (1, 64, 256, 8192, 32768)
 SMOKE_SHAPES = {"tiny": MoEConfig(128, 128, 8, 2)}
 SMOKE_TOKENS = (1, 24)
+SETS = 2  # inputs of a chain: together they touch weights beyond the L2 cache
 SAMPLE = 4  # tokens that are compared with the float32 reference
 
 
@@ -138,19 +156,19 @@ def _touched(config: MoEConfig, params: MoEParams, x: jax.Array) -> int:
 def reference(config: MoEConfig, params: MoEParams, x: jax.Array) -> jax.Array:
     """The layer in float32, for a few tokens [T, D], from unquantised parameters; the routing is the layer's own."""
     routing = route(router_logits(x, params.router), config.router, top_k=config.num_experts_per_tok)
-    high = lax.Precision.HIGHEST
+    return jnp.stack([_one_token(params, x[t], routing.ids[t], routing.weights[t]) for t in range(x.shape[0])])
 
-    @jax.jit
-    def one(x, ids, weights):
-        out = jnp.zeros((config.hidden_size,), jnp.float32)
-        for k in range(config.num_experts_per_tok):
-            gate_up = params.experts.gate_up[ids[k]].astype(jnp.float32)  # [2, F, D]
-            gate, up = jnp.matmul(gate_up, x.astype(jnp.float32), precision=high)
-            down = params.experts.down[ids[k]].astype(jnp.float32)
-            out = out + weights[k] * jnp.matmul(down, jax.nn.silu(gate) * up, precision=high)
-        return out
 
-    return jnp.stack([one(x[t], routing.ids[t], routing.weights[t]) for t in range(x.shape[0])])
+@jax.jit
+def _one_token(params: MoEParams, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    out = jnp.zeros(x.shape, jnp.float32)
+    for k in range(ids.shape[0]):
+        gate_up = params.experts.gate_up[ids[k]].astype(jnp.float32)  # [2, F, D]
+        gate, up = jnp.matmul(gate_up, x.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        down = params.experts.down[ids[k]].astype(jnp.float32)
+        y = jnp.matmul(down, jax.nn.silu(gate) * up, precision=lax.Precision.HIGHEST)
+        out = out + weights[k] * y
+    return out
 
 
 def _inputs(config: MoEConfig, tokens: int, sets: int, ranks: int = 1) -> list[jax.Array]:
@@ -158,45 +176,66 @@ def _inputs(config: MoEConfig, tokens: int, sets: int, ranks: int = 1) -> list[j
     return [make(k) for k in jax.random.split(jax.random.key(tokens), sets)]
 
 
-def measure(
-    shape: str,
-    config: MoEConfig,
-    tokens: int,
-    variant: Variant,
-    exact: MoEParams,
-    params: MoEParams,
-    limits: Ceilings,
-    *,
-    smoke: bool = False,
-    peers: dict[str, float] | None = None,
-) -> Record:
-    """One figure on one device. exact: BF16 parameters. params: the same in the variant's format."""
-    config = dataclasses.replace(config, quant=variant.quant)
-    layer = build_moe(config)
-    # Few tokens touch few experts: several sets, so that their weights do not stay in the L2 cache.
-    xs = _inputs(config, tokens, 2 if tokens > 64 or smoke else 8)
-    step = lambda x, params: moe_local(layer, params, x)  # noqa: E731
-    once = jax.jit(step).lower(xs[0], params).compile()
-    error = relative_error(once(xs[0], params)[:SAMPLE], reference(config, exact, xs[0][:SAMPLE]))
-    timing = time_chain(step, [(x, params) for x in xs], calls=2 if smoke else None, repeats=1 if smoke else 5)
-    touched = float(np.mean([_touched(config, exact, x) for x in xs]))
-    seen = None if smoke else profile(once, xs[0], params)
-    more = (
-        {} if seen is None else {"kernels": len(seen.kernels), "busy_us": 1e6 * seen.busy, "span_us": 1e6 * seen.span}
-    )
-    return _record(
-        shape,
-        config,
-        tokens,
-        variant.name,
-        timing.median,
-        1,
-        roofline_seconds(config, tokens, touched, limits),
-        peers=peers,
-        error=error,
-        smoke=smoke,
-        parameters=more,
-    )
+@dataclasses.dataclass
+class Case:
+    """One figure on one device: a chain of calls, compiled once for the time, the error and the kernels."""
+
+    shape: str
+    config: MoEConfig
+    tokens: int
+    variant: str
+    params: MoEParams
+    calls: int
+    lowered: Any
+    compiled: Any = None
+
+    @classmethod
+    def make(cls, shape: str, config: MoEConfig, tokens: int, variant: Variant, params: MoEParams, limits, smoke):
+        """params: in the variant's format."""
+        config = dataclasses.replace(config, quant=variant.quant)
+        layer = build_moe(config)
+        touched = min(config.num_experts, tokens * config.num_experts_per_tok)
+        guess = 1.5 * roofline_seconds(config, tokens, touched, limits)
+        calls = SETS if smoke else SETS * math.ceil(max(20, min(MOST_CALLS, CHAIN_SECONDS / guess)) / SETS)
+        run = jit_donating(chain(lambda x, params: moe_local(layer, params, x), calls=calls))
+        x = jax.ShapeDtypeStruct((tokens, config.hidden_size), jnp.bfloat16)
+        return cls(shape, config, tokens, variant.name, params, calls, run.lower((x,) * SETS, ((None, params),) * SETS))
+
+    def compile(self) -> None:
+        self.compiled = self.lowered.compile()
+
+    def measure(self, exact: MoEParams, limits: Ceilings, *, smoke: bool, peers: dict[str, float] | None) -> Record:
+        """exact: the BF16 parameters."""
+        xs = tuple(_inputs(self.config, self.tokens, SETS))
+        sample, touched = jnp.copy(xs[-1][:SAMPLE]), float(np.mean([_touched(self.config, exact, x) for x in xs]))
+        rest, seconds = ((None, self.params),) * SETS, []
+        for i in range(2 if smoke else 7):
+            jax.block_until_ready(xs)
+            start = time.perf_counter()
+            xs, ys = self.compiled(xs, rest)
+            jax.block_until_ready((xs, ys))
+            seconds += [time.perf_counter() - start] if i else []
+            if i == 0:
+                error = relative_error(ys[-1][:SAMPLE], reference(self.config, exact, sample))
+        seen = None if smoke else totals(lambda: self.compiled(xs, rest))
+        more = {}
+        if seen is not None:
+            kernels, busy, span = seen
+            more = {"kernels": kernels / self.calls, "busy_us": 1e6 * busy / self.calls}
+            more["span_us"] = 1e6 * span / self.calls
+        return _record(
+            self.shape,
+            self.config,
+            self.tokens,
+            self.variant,
+            statistics.median(seconds) / self.calls,
+            1,
+            roofline_seconds(self.config, self.tokens, touched, limits),
+            peers=peers,
+            error=error,
+            smoke=smoke,
+            parameters=more,
+        )
 
 
 def measure_ep(
@@ -299,7 +338,7 @@ def _record(
 
 def _stock(config: MoEConfig, tokens: int, params: MoEParams, smoke: bool) -> float | None:
     """Seconds of the layer in stock JAX; None where it does not fit into memory."""
-    if layer_peers.stock_bytes(config, tokens) > 60e9:
+    if layer_peers.stock_bytes(config, tokens) > 70e9:
         return None
     weights = layer_peers.stock_weights(params)
     xs = _inputs(config, tokens, 2)
@@ -325,10 +364,15 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
         for variant in VARIANTS:
             progress.step(f"{shape}: {variant.name}")
             params = quantised(exact, variant.quant)
-            for t in tokens:
-                peers = {n: times[t] for n, times in (("torch eager", eager), ("stock JAX", stock)) if t in times}
-                records.append(measure(shape, config, t, variant, exact, params, limits, smoke=smoke, peers=peers))
-            del params
+            cases = [Case.make(shape, config, t, variant, params, limits, smoke) for t in tokens]
+            with concurrent.futures.ThreadPoolExecutor() as pool:  # nothing is timed meanwhile
+                list(pool.map(Case.compile, cases))
+            for case in cases:
+                peers = {
+                    n: ts[case.tokens] for n, ts in (("torch eager", eager), ("stock JAX", stock)) if case.tokens in ts
+                }
+                records.append(case.measure(exact, limits, smoke=smoke, peers=peers))
+            del params, cases, case
         for variant in WIRES if several else ():
             progress.step(f"{shape}: {variant.name}")
             records += [measure_ep(shape, config, t, variant, exact, limits, smoke=smoke) for t in tokens]

@@ -71,6 +71,21 @@ def profile(f: Callable[..., Any] | jax.stages.Compiled, *args: Any, calls: int 
     return Profile(kernels, span)
 
 
+def totals(run: Callable[[], Any]) -> tuple[int, float, float] | None:
+    """(kernels, sum of their seconds, seconds from the first to the last) of `run()` on the first GPU, warm already."""
+    if jax.default_backend() != "gpu":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        files = list(Path(folder).rglob("*.xplane.pb"))
+        events = _device_events(files[0]) if files else []
+    if not events:
+        return None
+    span = events[-1][0] + events[-1][2] - events[0][0]
+    return len(events), sum(e[2] for e in events) / 1e9, span / 1e9
+
+
 def _device_events(path: Path) -> list[tuple[float, str, float]]:
     """(start ns, name, duration ns) of everything that ran on the first GPU, in order."""
     data = jax.profiler.ProfileData.from_file(str(path))
