@@ -66,8 +66,11 @@ class Config:
             )
         if self.block_k != 64:
             raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
-        if self.share == "weights" and self.cluster != 2:
-            raise ValueError(f"share='weights' with cluster={self.cluster}: it is for clusters of two blocks.")
+        if self.share == "weights" and (self.cluster, self.block_m) != (2, 2 * BOX):
+            raise ValueError(
+                f"share='weights' with cluster={self.cluster}, block_m={self.block_m}: it is for clusters of two "
+                f"blocks of {2 * BOX} rows."
+            )
 
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""

@@ -147,17 +147,24 @@ def read_tile(schedule: Schedule, index, block: int, box: int):
 def read_boxes(schedule: Schedule, index, block: int, box: int):
     """(weight, first row, first row of the last box, boxes, rows of its group) of a tile that is not moved up.
 
-    Box i < boxes - 1 begins at first row + i * box; only the last box is moved up, so that a tile costs no more than
-    its rows rounded up to whole boxes. boxes is 0 where a sum of sizes was cut at M. A group with fewer rows than a box
-    has one box, which reaches over its end.
+    A group's boxes are spread evenly over its tiles: 5 are 3 and 2, not 4 and 1, which would fetch the weights for one
+    box. Box i < boxes - 1 begins at first row + i * box; only the last box is moved up, so that a tile costs no more
+    than its rows rounded up to whole boxes. boxes is 0 where a sum of sizes was cut at M. A group with fewer rows than
+    a box has one box, which reaches over its end.
     """
     index = jnp.maximum(jnp.minimum(index, schedule.weight.shape[0] - 1), 0)
     first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
-    return _boxes(schedule.weight[index], first, start, end, block, box)
+    div = jax.lax.div
+    tiles = jnp.maximum(div(end - start + (block - 1), jnp.int32(block)), 1)
+    boxes = div(end - start + (box - 1), jnp.int32(box))
+    rows = div(boxes + tiles - 1, tiles) * box
+    first = start + div(first - start, jnp.int32(block)) * rows
+    return _boxes(schedule.weight[index], first, start, end, rows, box)
 
 
-def _boxes(weight, first, start, end, block: int, box: int):
-    rows = jnp.maximum(jnp.minimum(end - first, block), 0)
+def _boxes(weight, first, start, end, most, box: int):
+    """What read_boxes returns for a tile of at most `most` rows from `first` on."""
+    rows = jnp.maximum(jnp.minimum(end - first, most), 0)
     boxes = jax.lax.div(rows + (box - 1), jnp.int32(box))
     last = jnp.maximum(start, first + rows - box)
     return jnp.where(boxes > 0, weight, -1), jnp.minimum(first, last), last, boxes, end - start
