@@ -298,5 +298,14 @@ def run(smoke: bool, progress: Progress | None = None, tokens: tuple[int, ...] =
 
 
 def plot(records: list[Record], path: str | Path) -> None:
-    """Bandwidth over the tokens of one rank, a line for each backend and wire format, peers dashed."""
-    lines(records, path, x="T", x_label="tokens on one rank", title="dispatch and combine")
+    """Bandwidth over the tokens of one rank: a panel for each direction and wire format, a line for each backend."""
+    lines(
+        sorted(records, key=lambda r: r.parameters["what"] != "dispatch"),
+        path,
+        x="T",
+        x_label="tokens on one rank",
+        title="dispatch and combine",
+        panel=lambda r: f"{r.parameters['what']}, {r.parameters['wire']}",
+        label=lambda r: r.parameters["backend"],
+        columns=3,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .common import Record
@@ -74,6 +74,7 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.35 / (0.45 * len(group) + 0.3)), ncols=3)
     fig.suptitle(_title(records, title), fontsize=11)
+    fig.tight_layout()
     _save(plt, fig, path)
 
 
@@ -85,51 +86,71 @@ def lines(
     x_label: str,
     title: str = "jmoe bench",
     log_y: bool = False,
+    panel: Callable[[Record], str] = lambda r: r.unit,
+    label: Callable[[Record], str] = lambda r: r.name,
+    columns: int = 1,
 ) -> None:
-    """Values over the parameter `x` (logarithmic), a line for each record name, one panel for each unit.
+    """Values over the parameter `x` (logarithmic): panels by `panel`, in each a line for each `label`.
 
-    Peers are dashed lines, one for each peer name; a ceiling is a dotted level, left out where speeds mean nothing.
+    A label has one colour in all panels. Peers are dashed lines, one for each peer name; a ceiling is a dotted level,
+    left out where speeds mean nothing.
     """
     plt = _pyplot()
     records = [r for r in records if r.value is not None and x in r.parameters]
     if not records:
         raise ValueError(f"There is nothing to plot: no record has a value and the parameter {x!r}.")
-    units = list(dict.fromkeys(r.unit for r in records))
-    fig, axes = plt.subplots(len(units), 1, figsize=(9, 4.6 * len(units) + 0.6), squeeze=False)
-    for ax, unit in zip(axes[:, 0], units, strict=True):
-        group = [r for r in records if r.unit == unit]
-        names = list(dict.fromkeys(r.name for r in group))
-        for i, name in enumerate(names):
-            points = sorted((r.parameters[x], r.value) for r in group if r.name == name)
-            ax.plot(*zip(*points, strict=True), marker="o", ms=4, color=COLOURS[i % len(COLOURS)], label=name)
-        peers = {(r.peer_name, r.parameters[x], r.peer) for r in group if r.peer is not None}
-        for i, name in enumerate(sorted({p[0] for p in peers})):
-            points = sorted((px, py) for n, px, py in peers if n == name)
-            colour = COLOURS[-1 - i % len(COLOURS)]
-            ax.plot(*zip(*points, strict=True), ls="--", marker="s", ms=3, color=colour, label=name)
-        for name, level in sorted(
-            {(r.ceiling_name, r.ceiling) for r in group if r.ceiling is not None and r.meaningful}
-        ):
-            ax.axhline(level, ls=":", color="black", lw=1)
-            ax.annotate(name, (0.01, level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
-        ax.set_xscale("log", base=2)
-        xs = sorted({r.parameters[x] for r in group})
-        ax.set_xticks(xs, [f"{v:g}" if v < 10_000 else f"{v / 1024:g}k" for v in xs], fontsize=9)
-        ax.minorticks_off()
+    panels = list(dict.fromkeys(panel(r) for r in records))
+    labels = list(dict.fromkeys(label(r) for r in records))
+    peer_names = sorted({r.peer_name for r in records if r.peer is not None})
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(labels)}
+    colours |= {name: COLOURS[-1 - i % len(COLOURS)] for i, name in enumerate(peer_names)}
+    rows = -(-len(panels) // columns)
+    width = 7.0 if columns == 1 else 4.2 * columns
+    fig, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(width + 2.4, (4.6 if columns == 1 else 3.6) * rows + 0.6),
+        squeeze=False,
+        layout="constrained",
+    )
+    for ax in axes.flat[len(panels) :]:
+        ax.axis("off")
+    for ax, name in zip(axes.flat, panels, strict=False):
+        _panel(ax, [r for r in records if panel(r) == name], x, label, colours, log_y)
         ax.set_xlabel(x_label)
-        ax.set_ylabel(f"{unit}  ({'less' if group[0].lower_is_better else 'more'} is better)")
-        if log_y:
-            ax.set_yscale("log")
-        else:
-            ax.set_ylim(bottom=0)
-        ax.grid(alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+        if len(panels) > 1:
+            ax.set_title(name, fontsize=10)
+    handles = {text: h for ax in axes.flat for h, text in zip(*ax.get_legend_handles_labels(), strict=True)}
     fig.suptitle(_title(records, title), fontsize=11)
+    fig.legend(handles.values(), handles.keys(), fontsize=8, loc="outside right center", frameon=False)
     _save(plt, fig, path)
 
 
+def _panel(ax, records: Sequence[Record], x: str, label, colours: dict[str, str], log_y: bool) -> None:
+    """The lines of one panel."""
+    for name in dict.fromkeys(label(r) for r in records):
+        points = sorted((r.parameters[x], r.value) for r in records if label(r) == name)
+        ax.plot(*zip(*points, strict=True), marker="o", ms=4, color=colours[name], label=name)
+    peers = {(r.peer_name, r.parameters[x], r.peer) for r in records if r.peer is not None}
+    for name in sorted({p[0] for p in peers}):
+        points = sorted((px, py) for n, px, py in peers if n == name)
+        ax.plot(*zip(*points, strict=True), ls="--", marker="s", ms=3, color=colours[name], label=name)
+    for name, level in sorted({(r.ceiling_name, r.ceiling) for r in records if r.ceiling is not None and r.meaningful}):
+        ax.axhline(level, ls=":", color="black", lw=1)
+        ax.annotate(name, (0.01, level), xycoords=("axes fraction", "data"), fontsize=8, va="bottom")
+    ax.set_xscale("log", base=2)
+    xs = sorted({r.parameters[x] for r in records})
+    ax.set_xticks(xs, [f"{v:g}" if v < 10_000 else f"{v / 1024:g}k" for v in xs], fontsize=9)
+    ax.minorticks_off()
+    ax.set_ylabel(f"{records[0].unit}  ({'less' if records[0].lower_is_better else 'more'} is better)", fontsize=9)
+    if log_y:
+        ax.set_yscale("log")
+    else:
+        ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
 def _save(plt, fig, path: str | Path) -> None:
-    fig.tight_layout()
     fig.savefig(path, dpi=140)
     plt.close(fig)
