@@ -11,7 +11,9 @@ cache with those of reading everything at once.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
 import statistics
 import sys
 import time
@@ -29,10 +31,9 @@ from jmoe.config import QuantConfig
 from .common import NoProgress, Progress, Record, relative_error
 from .layer import Ceilings, ceilings
 
-BATCHES = (1, 8, 64, 256)
+DECODING = ((1, 1024), (8, 1024), (64, 1024), (256, 512))  # (B, tokens that each sequence has already)
 WEIGHTS = (("BF16", None), ("FP8-128", "fp8_128x128"), ("NVFP4", "nvfp4"))
-CONTEXT = 1024  # tokens that each sequence has already when decoding is measured
-STEPS = 64
+STEPS = 32
 PROMPTS, PROMPT = 8, 1024
 TINY = dict(
     hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8,
@@ -99,40 +100,85 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds)
 
 
+def _like(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
 def filled_cache(example: ModuleType, model: Any, batch: int, context: int, size: int) -> Any:
     """A cache of `size` slots, of which every sequence has filled `context`, with random keys and values."""
-    empty = example.Cache.empty(model.config, batch, size)
+    empty = jax.eval_shape(lambda: example.Cache.empty(model.config, batch, size))
     make = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
-    kv = jax.tree.map(lambda a: make(jax.random.key(a.shape[0]), a.shape, a.dtype), empty.kv)
+    leaves, tree = jax.tree.flatten(empty.kv)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    kv = [make(key, a.shape, a.dtype) for key, a in zip(keys, leaves, strict=True)]
     valid = jnp.broadcast_to(jnp.arange(size)[None, :] < context, (batch, size))
-    return dataclasses.replace(empty, kv=kv, valid=valid, used=jnp.int32(context))
+    return dataclasses.replace(empty, kv=jax.tree.unflatten(tree, kv), valid=valid, used=jnp.int32(context))
 
 
-def decode_seconds(
-    example: ModuleType, model: Any, batch: int, *, context: int = CONTEXT, steps: int = STEPS, repeats: int = 3
-) -> float:
-    """Seconds of one step."""
-    cache = filled_cache(example, model, batch, context, context + steps)
-    logits = jax.random.normal(jax.random.key(batch), (batch, model.config.vocab_size))
-    return _seconds(lambda: example.decode(model, logits, cache, steps=steps), repeats) / steps
+@dataclasses.dataclass
+class Decoding:
+    """Decode steps of one batch size; `compiled` is made by `compile`, beside others."""
+
+    batch: int
+    context: int
+    steps: int
+    lowered: Any
+    compiled: Any = None
+
+    @classmethod
+    def make(cls, example: ModuleType, model: Any, batch: int, context: int, steps: int) -> Decoding:
+        cache = jax.eval_shape(lambda: example.Cache.empty(model.config, batch, context + steps))
+        logits = jax.ShapeDtypeStruct((batch, model.config.vocab_size), jnp.float32)
+        return cls(batch, context, steps, example.decode.lower(_like(model), logits, cache, steps=steps))
+
+    def compile(self) -> None:
+        self.compiled = self.lowered.compile()
+
+    def seconds(self, example: ModuleType, model: Any, repeats: int) -> float:
+        """Of one step."""
+        cache = filled_cache(example, model, self.batch, self.context, self.context + self.steps)
+        logits = jax.random.normal(jax.random.key(self.batch), (self.batch, model.config.vocab_size))
+        return _seconds(lambda: self.compiled(model, logits, cache), repeats) / self.steps
 
 
-def prefill_seconds(example: ModuleType, model: Any, batch: int, length: int, *, repeats: int = 3) -> float:
-    """Seconds of reading prompts of length / 2 to `length` tokens, padded to `length`."""
-    ids = jax.random.randint(jax.random.key(0), (batch, length), 0, model.config.vocab_size)
-    lengths = np.linspace(length, length / 2, batch, dtype=np.int32)
-    valid = jnp.asarray(np.arange(length)[None, :] < lengths[:, None])
-    return _seconds(lambda: example.prefill(model, ids, valid, size=length, side="right"), repeats)
+@dataclasses.dataclass
+class Prefill:
+    """Reading prompts of length / 2 to `length` tokens, padded to `length`."""
+
+    batch: int
+    length: int
+    lowered: Any
+    compiled: Any = None
+
+    @classmethod
+    def make(cls, example: ModuleType, model: Any, batch: int, length: int) -> Prefill:
+        ids, valid = (jax.ShapeDtypeStruct((batch, length), t) for t in (jnp.int32, jnp.bool_))
+        return cls(batch, length, example.prefill.lower(_like(model), ids, valid, size=length, side="right"))
+
+    def compile(self) -> None:
+        self.compiled = self.lowered.compile()
+
+    def run(self, model: Any, repeats: int) -> tuple[float, int]:
+        """Seconds, and tokens that were no padding."""
+        ids = jax.random.randint(jax.random.key(0), (self.batch, self.length), 0, model.config.vocab_size, jnp.int32)
+        lengths = np.linspace(self.length, self.length // 2, self.batch, dtype=np.int32)
+        valid = jnp.asarray(np.arange(self.length)[None, :] < lengths[:, None])
+        return _seconds(lambda: self.compiled(model, ids, valid), repeats), int(lengths.sum())
 
 
 def cache_error(example: ModuleType, model: Any, length: int = 24) -> float:
     """Relative difference between the logits of a last token read with the cache, and of everything read at once."""
-    ids = jax.random.randint(jax.random.key(1), (2, length), 0, model.config.vocab_size)
+    ids = jax.random.randint(jax.random.key(1), (2, length), 0, model.config.vocab_size, jnp.int32)
     real = jnp.ones(ids.shape, bool)
-    whole, _ = example.prefill(model, ids, real, size=length, side="right")
-    _, cache = example.prefill(model, ids[:, :-1], real[:, :-1], size=length, side="right")
-    hidden, _, _ = jax.jit(lambda m, i, c: m.hidden(i, cache=c))(model, ids[:, -1:], cache)
-    return relative_error(jax.jit(lambda m, h: m.logits(h))(model, hidden[:, 0]), whole)
+    read = functools.partial(example.prefill, model, ids, size=length + 1, side="right")
+    whole, _ = read(real)
+    _, cache = read(real.at[:, -1].set(False))  # its slot is filled, and not seen
+
+    @jax.jit
+    def last(model, ids, cache):
+        return model.logits(model.hidden(ids, cache=cache)[0][:, 0])
+
+    return relative_error(last(model, ids[:, -1:], cache), whole)
 
 
 def measure(
@@ -141,16 +187,20 @@ def measure(
     name: str,
     limits: Ceilings,
     *,
-    batches: tuple[int, ...],
-    context: int,
+    decoding: tuple[tuple[int, int], ...],
     steps: int,
     prompts: tuple[int, int],
+    error: float | None,
     smoke: bool = False,
 ) -> list[Record]:
-    """Prefill, and decoding with each batch size."""
-    repeats, error = (1 if smoke else 3), cache_error(example, model)
+    """Prefill of `prompts` (B, S), and decoding with each (B, context)."""
+    repeats = 1 if smoke else 2
     meaningful = not smoke and jax.default_backend() == "gpu"
     shape = {"layers": model.config.num_layers, "weights": name, "R": 1}
+    prefill = Prefill.make(example, model, *prompts)
+    decodes = [Decoding.make(example, model, b, context, steps) for b, context in decoding]
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # nothing is timed meanwhile
+        list(pool.map(lambda case: case.compile(), [prefill, *decodes]))
 
     def record(what, case, tokens, seconds, ceiling_seconds, ceiling_name, **parameters):
         return Record(
@@ -162,22 +212,23 @@ def measure(
             ceiling=tokens / ceiling_seconds,
             ceiling_name=ceiling_name,
             error=error,
-            error_name="cached against uncached logits",
+            error_name="" if error is None else "cached against uncached logits",
             meaningful=meaningful,
             parameters={"what": what, **shape, **parameters},
         )
 
+    seconds, tokens = prefill.run(model, repeats)
     batch, length = prompts
-    seconds = prefill_seconds(example, model, batch, length, repeats=repeats)
-    least = prefill_flops(model.config, batch, length) / limits.flops["bfloat16"]
-    records = [
-        record("prefill", f"{batch} prompts of {length}", batch * length, seconds, least, "dense matmul", B=batch)
-    ]
-    for b in batches:
-        seconds = decode_seconds(example, model, b, context=context, steps=steps, repeats=repeats)
-        nbytes = step_bytes(model, b, context)
-        case = f"batch {b}, context {context}"
-        records.append(record("decode", case, b, seconds, nbytes / limits.copy, "copy bandwidth", B=b, bytes=nbytes))
+    least = prefill_flops(model.config, batch, length) * tokens / (batch * length) / limits.flops["bfloat16"]
+    case = f"{batch} prompts of {length // 2} to {length}"
+    records = [record("prefill", case, tokens, seconds, least, "dense matmul", B=batch)]
+    for d in decodes:
+        seconds = d.seconds(example, model, repeats)
+        nbytes = step_bytes(model, d.batch, d.context)
+        case = f"batch {d.batch}, context {d.context}"
+        records.append(
+            record("decode", case, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes)
+        )
     return records
 
 
@@ -189,14 +240,16 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
     hf = hf | TINY if smoke else hf
     progress.step("ceilings")
     limits = ceilings(smoke)
-    records = []
+    records, error = [], None
     for name, weights in WEIGHTS:
         progress.step(f"{name} weights")
         config = module.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
         model = module.random_model(config, key=jax.random.key(0))
-        sizes = dict(batches=(1, 4), context=8, steps=4, prompts=(2, 16)) if smoke else dict(
-            batches=BATCHES, context=CONTEXT, steps=STEPS, prompts=(PROMPTS, PROMPT)
-        )  # fmt: skip
-        records += measure(module, model, name, limits, smoke=smoke, **sizes)
+        error = cache_error(module, model) if error is None else error  # the cache is the same for all
+        if smoke:
+            sizes = dict(decoding=((1, 8), (4, 8)), steps=4, prompts=(2, 16))
+        else:
+            sizes = dict(decoding=DECODING, steps=STEPS, prompts=(PROMPTS, PROMPT))
+        records += measure(module, model, name, limits, error=error, smoke=smoke, **sizes)
         del model
     return records
