@@ -195,8 +195,8 @@ def build_moe(
         caps: the devices' capabilities (None: detected from the mesh).
         implementation: of the grouped matmul (None: the best that can run).
         overlap_chunks: into how many parts the tokens of a rank are split, so that the exchange of one part may run
-            beside the matmuls of another (1: not). XLA overlaps its own collectives so; the remote-write kernels run one
-            after another with the matmuls, and nothing was measured to gain from it.
+            beside the matmuls of another (1: not). XLA overlaps its own collectives so; the remote-write kernels take
+            their turn with the matmuls, and nothing was measured to gain from it.
 
     Raises ValueError for whatever cannot work: an unknown or unsupported combination of backend, format and experts,
     axes that the mesh lacks. Each message says what is possible.
