@@ -196,7 +196,7 @@ class Case:
         layer = build_moe(config)
         touched = min(config.num_experts, tokens * config.num_experts_per_tok)
         guess = 1.5 * roofline_seconds(config, tokens, touched, limits)
-        calls = SETS if smoke else SETS * math.ceil(max(20, min(MOST_CALLS, CHAIN_SECONDS / guess)) / SETS)
+        calls = SETS if smoke else SETS * math.ceil(max(2, min(MOST_CALLS / SETS, CHAIN_SECONDS / guess)))
         run = jit_donating(chain(lambda x, params: moe_local(layer, params, x), calls=calls))
         x = jax.ShapeDtypeStruct((tokens, config.hidden_size), jnp.bfloat16)
         return cls(shape, config, tokens, variant.name, params, calls, run.lower((x,) * SETS, ((None, params),) * SETS))
