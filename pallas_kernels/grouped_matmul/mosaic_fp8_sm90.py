@@ -68,6 +68,8 @@ class Fp8Config:
     def __post_init__(self):
         if self.block_m not in (2 * BOX, 4 * BOX):
             raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
+        if self.prefetch not in (0, 1, 2):
+            raise ValueError(f"prefetch={self.prefetch}: choose 0, 1 or 2.")
 
 
 #: Hardware barriers of the two multiplying warpgroups' turns; Mosaic itself takes 0 and one for each warpgroup.
@@ -215,8 +217,8 @@ def _body(
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        def weights(weight, n_tile, j):
-            return [w.at[weight, pl.ds(n_tile * _TILE_N, _TILE_N), pl.ds(j * _BLOCK, _BLOCK)]]
+        def weights(weight, n_tile, j, steps=1):
+            return [w.at[weight, pl.ds(n_tile * _TILE_N, _TILE_N), pl.ds(j * _BLOCK, steps * _BLOCK)]]
 
         def per_tile(i, tile, step):
             weight, first, last, boxes, _, n_tile = tile
@@ -243,7 +245,7 @@ def _body(
                 source = sw.at[weight, jnp.minimum(n_tile, sw.shape[1] - 1), pl.ds(quad(j), _QUAD)]
                 plgpu.copy_gmem_to_smem(source, sw_smem.at[slot], full.at[slot])
                 if c.prefetch and not interpret:
-                    prefetch(weights, tile, following, j + c.prefetch, k_steps)
+                    prefetch(weights, tile, following, j, c.prefetch, k_steps)
                 return step + 1
 
             return following, lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)

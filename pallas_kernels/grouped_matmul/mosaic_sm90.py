@@ -39,9 +39,8 @@ class Config:
     what they load through TMA multicast. share: what that is, always "rows", by blocks adjacent along N, or where a
     group has rows for two blocks "weights" (of a cluster of two). band: columns of tiles walked together before moving
     along N (0: all), which decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins
-    before the other, so that one stores while the other multiplies; less than stages. prefetch: steps ahead of the
-    copies at which weights are called into the L2 cache.
-
+    before the other, so that one stores while the other multiplies; less than stages. prefetch: steps for which
+    weights are called into the L2 cache at a time, as many steps ahead of the copies; up to 4, 0 for none.
     """
 
     block_n: int = 256
@@ -66,6 +65,8 @@ class Config:
             )
         if self.block_k != 64:
             raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
+        if not 0 <= self.prefetch * self.block_k <= 256:
+            raise ValueError(f"prefetch={self.prefetch}: choose 0 to 4.")
         if self.share == "weights" and (self.cluster, self.block_m) != (2, 2 * BOX):
             raise ValueError(
                 f"share='weights' with cluster={self.cluster}, block_m={self.block_m}: it is for clusters of two "
@@ -149,13 +150,17 @@ def arrive(barrier, *, cluster: int, interpret: bool):
     plgpu.barrier_arrive(barrier)
 
 
-def prefetch(windows, tile, following, step, k_steps: int):
-    """Calls windows(weight, n_tile, step) into the L2 cache; a step past this tile's last is one of the next tile."""
-    here = step < k_steps
+def prefetch(windows, tile, following, step, width: int, k_steps: int):
+    """Calls the weights of `width` steps into the L2 cache, once in as many, that much ahead of the copies.
+
+    Wide windows are long runs of a weight's rows, which memory serves better than the copies' 128 bytes.
+    windows(weight, n_tile, first step, steps): slices of the weights. Past this tile's last window comes the next tile.
+    """
+    index = lax.div(step, width) + 1
+    here = index < pl.cdiv(k_steps, width)
     weight, n_tile = (jnp.where(here, tile[i], following[i]) for i in (0, -1))
-    step = jnp.where(here, step, step - k_steps)
-    for window in windows(jnp.maximum(weight, 0), n_tile, jnp.minimum(step, k_steps - 1)):
-        plgpu.async_prefetch(window, predicate=(weight >= 0) & (step < k_steps))
+    for window in windows(jnp.maximum(weight, 0), n_tile, jnp.where(here, index * width, 0), width):
+        plgpu.async_prefetch(window, predicate=(weight >= 0) & (lax.rem(step, width) == 0))
 
 
 def follow(wg, ahead):
@@ -290,8 +295,8 @@ def _body(
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        def weights(weight, n_tile, j):
-            ks, columns = pl.ds(j * c.block_k, c.block_k), pl.ds(n_tile * tile_n, tile_n)
+        def weights(weight, n_tile, j, steps=1):
+            ks, columns = pl.ds(j * c.block_k, steps * c.block_k), pl.ds(n_tile * tile_n, tile_n)
             if transposed:
                 return [w.at[weight, ks, columns]]
             return [w.at[weight, part, columns, ks] for part in range(parts)] if gate else [w.at[weight, columns, ks]]
@@ -326,7 +331,7 @@ def _body(
                 else:
                     load(together, {})
                 if c.prefetch and not interpret:
-                    prefetch(weights, tile, following, j + c.prefetch, k_steps)
+                    prefetch(weights, tile, following, j, c.prefetch, k_steps)
                 return step + 1
 
             return following, lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
