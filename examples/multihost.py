@@ -20,7 +20,8 @@ Under SLURM the numbers are found by themselves; say only how many GPUs a proces
     srun -N 2 --ntasks-per-node 1 --gpus-per-node 8 --kill-on-bad-exit python examples/multihost.py --local-devices 8
     srun -N 2 --ntasks-per-node 8 --gpus-per-node 8 --kill-on-bad-exit python examples/multihost.py --local-devices 1
 
-Without GPUs, on a laptop: two processes with four virtual devices each, in place of two hosts.
+Without GPUs, on a laptop: two processes with four virtual devices each, in place of two hosts. (Or --hosts 2 and four
+processes with one device each, in place of one process for each GPU.)
 
     for i in 0 1; do
       python examples/multihost.py --cpu --coordinator localhost:9876 --processes 2 --process $i --local-devices 4 &
@@ -37,6 +38,7 @@ When a process dies, the others end too, within --silent seconds and with an err
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import time
 
@@ -49,6 +51,9 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--local-id", type=int, help="the number of this process on its host (0, or SLURM's)")
     p.add_argument("--local-devices", type=int, help="devices of this process; all GPUs that it sees, unless told")
     p.add_argument("--cpu", action="store_true", help="virtual devices of the CPU in place of GPUs")
+    p.add_argument(
+        "--hosts", type=int, help="how many; found by itself, but each process is one on CPUs"
+    )
     p.add_argument("--backend", default="auto")
     p.add_argument("--quant", default="none", help="format of the experts' input: none, mxfp8, nvfp4_token, ...")
     p.add_argument("--steps", type=int, default=20)
@@ -96,13 +101,17 @@ def train(args: argparse.Namespace) -> float:
     import numpy as np
 
     from jmoe import MoEConfig, QuantConfig, build_moe, distributed, init_params, moe
+    from jmoe.caps import DeviceCaps
 
     # jax.devices() lists the devices process by process. An axis in that order is host by host.
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
     by_rank, everywhere = jax.NamedSharding(mesh, jax.P("ep")), jax.NamedSharding(mesh, jax.P())
     quant = QuantConfig(activations=None if args.quant == "none" else args.quant)
     config = MoEConfig(args.hidden, 2 * args.hidden, args.experts, args.top_k, quant=quant)
-    layer = build_moe(config, mesh=mesh, backend=args.backend)
+    caps = DeviceCaps.detect(list(mesh.devices.flat))
+    if args.hosts is not None:
+        caps = dataclasses.replace(caps, num_hosts=args.hosts)
+    layer = build_moe(config, mesh=mesh, backend=args.backend, caps=caps)
     first = jax.process_index() == 0
     if first:
         print(f"{jax.process_count()} processes, {jax.device_count()} devices: {layer.caps.describe()}")

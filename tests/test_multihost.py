@@ -40,8 +40,8 @@ def started(*commands):
             p.communicate()
 
 
-def example(port, number, *options):
-    common = ["--cpu", "--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--process", number]
+def example(port, number, *options, processes=2):
+    common = ["--cpu", "--coordinator", f"127.0.0.1:{port}", "--processes", processes, "--process", number]
     return [EXAMPLE, *common, *options]
 
 
@@ -66,19 +66,21 @@ def test_two_processes_of_four_devices_exchange_byte_for_byte_as_in_one_step():
 
 
 @pytest.mark.slow
-def test_the_example_trains_over_two_processes_and_both_see_the_same_loss():
+@pytest.mark.parametrize("number, devices", [(2, 4), (4, 1)], ids=("one for each host", "one for each device"))
+def test_the_example_trains_over_the_processes_of_two_hosts_and_all_see_the_same_loss(number, devices):
     port = free_port()
-    options = ("--local-devices", 4, "--steps", 6, "--tokens", 16, "--hidden", 32, "--experts", 16)
-    with started(*(example(port, i, *options) for i in range(2))) as processes:
+    options = ["--local-devices", devices, "--steps", 6, "--tokens", 16, "--hidden", 32, "--experts", 16, "--hosts", 2]
+    with started(*(example(port, i, *options, processes=number) for i in range(number))) as processes:
         outputs = [p.communicate(timeout=PATIENCE)[0] for p in processes]
-        assert [p.returncode for p in processes] == [0, 0], outputs
-    assert "2 processes, 8 devices" in outputs[0] and "between 2 hosts, once for each (token, host)" in outputs[0]
+        assert [p.returncode for p in processes] == [0] * number, outputs
+    assert f"{number} processes, {number * devices} devices" in outputs[0]
+    assert "between 2 hosts, once for each (token, host)" in outputs[0]
     losses = [
         float(line.split("loss ")[1].split(",")[0]) for line in outputs[0].splitlines() if line.startswith("step")
     ]
     assert len(losses) == 6 and losses[-1] < 0.98 * losses[0]
-    last = [o.split(f"process {i} of 2: done, loss ")[1].split()[0] for i, o in enumerate(outputs)]
-    assert last[0] == last[1]
+    last = [o.split(f"process {i} of {number}: done, loss ")[1].split()[0] for i, o in enumerate(outputs)]
+    assert len(set(last)) == 1
 
 
 @pytest.mark.slow
