@@ -126,13 +126,8 @@ def tile_rows(schedule: Schedule, num_rows: int) -> jax.Array:
     return jnp.clip(rows, 0, num_rows - 1)
 
 
-def _body(schedule, x, w, *refs, config, operands, transposed, row_factors, column_factors, zero_tail, interpret):
+def _body(schedule, x, w, extra, out, scratch, *, config, operands, transposed, zero_tail, interpret):
     c, ops = config, operands
-    refs = list(refs)
-    x_scales, w_scales = (refs.pop(0), refs.pop(0)) if ops.block else (None, None)
-    x_factor = refs.pop(0) if row_factors else None
-    w_factor = refs.pop(0) if column_factors else None
-    out, scratch = refs
     a_smem, b_smem, acc = scratch["a"], scratch["b"], scratch["acc"]
     full, consumed, done, stored = (scratch[name] for name in ("full", "consumed", "done", "stored"))
     a_smem, a_load = as_views(a_smem, 2, interpret)
@@ -175,9 +170,9 @@ def _body(schedule, x, w, *refs, config, operands, transposed, row_factors, colu
                 plgpu.copy_gmem_to_smem(source, b_smem.at[slot], full.at[slot])
                 if ops.block:
                     pieces = pl.ds(j * (ops.scales // 4), ops.scales // 4)
-                    source = x_scales.at[pl.ds(m_tile, 1), pieces]
+                    source = extra["x_scales"].at[pl.ds(m_tile, 1), pieces]
                     plgpu.copy_gmem_to_smem(source, scratch["a_scales"].at[slot], full.at[slot])
-                    source = w_scales.at[weight, pl.ds(n_tile, 1), pieces]
+                    source = extra["w_scales"].at[weight, pl.ds(n_tile, 1), pieces]
                     plgpu.copy_gmem_to_smem(source, scratch["b_scales"].at[slot], full.at[slot])
                 return step + 1
 
@@ -263,16 +258,16 @@ def _body(schedule, x, w, *refs, config, operands, transposed, row_factors, colu
             def _():
                 plgpu.barrier_wait(done.at[acc_slot])
                 by_row = None
-                if row_factors:
-                    by_row = plgpu.load(x_factor.at[m_tile], layout=layout.reduce(1), optimized=False)
+                if "x_factor" in extra:
+                    by_row = plgpu.load(extra["x_factor"].at[m_tile], layout=layout.reduce(1), optimized=False)
                 for chunk in range(c.block_n // chunk_n):
                     start = first + chunk * chunk_n
                     at = pl.ds(acc_slot * c.block_n + chunk * chunk_n, chunk_n)
                     value = plgpu.async_load_tmem(acc.at[:, at], layout=layout)
                     if by_row is not None:
                         value = value * lax.broadcast_in_dim(by_row, value.shape, (0,))
-                    if column_factors:
-                        source = w_factor.at[weight, pl.ds(start, chunk_n)]
+                    if "w_factor" in extra:
+                        source = extra["w_factor"].at[weight, pl.ds(start, chunk_n)]
                         by_column = plgpu.load(source, layout=layout.reduce(0), optimized=False)
                         value = value * lax.broadcast_in_dim(by_column, value.shape, (1,))
                     store(value.astype(out.dtype), chunk, row0, row1, rows, pl.ds(start, chunk_n))
@@ -305,7 +300,7 @@ def _scratch(c: BlackwellConfig, ops: Operands, out_dtype, *, transposed: bool, 
         done=plgpu.Barrier(num_arrivals=1, num_barriers=ACC_SLOTS, orders_tensor_core=True),
         stored=plgpu.Barrier(num_arrivals=1, num_barriers=ACC_SLOTS, orders_tensor_core=True),
     )
-    if ops.block:
+    if ops.scale is not None:
         for name in ("a_scale", "b_scale"):
             scratch[f"{name}s"] = plgpu.SMEM((c.stages, 1, ops.scales // 4, 32, 16), ops.scale)
             scratch[f"{name}_tmem"] = plgpu.TMEM(
@@ -343,28 +338,26 @@ def grouped_matmul(
             f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX} and N >= {config.block_n}, N a multiple of 64; "
             "pad the arrays."
         )
-    extra, row_factors, column_factors = [], False, False
+    extra: dict[str, jax.Array] = {}
     if isinstance(x, QTensor) and isinstance(w, QTensor):
         rows = tile_rows(schedule, m)  # [T, 128]
         columns = pl.cdiv(a.shape[1], ops.depth) * ops.scales
         by_tile = x.block_scale[rows]  # [T, 128, c]
-        extra = [scale_pieces(by_tile, ops.scale, columns)[:, 0], scale_pieces(w.block_scale, ops.scale, columns)]
-        row_factors, column_factors = x.global_scale is not None, w.global_scale is not None
+        extra["x_scales"] = scale_pieces(by_tile, ops.scale, columns)[:, 0]
+        extra["w_scales"] = scale_pieces(w.block_scale, ops.scale, columns)
         if x.global_scale is not None:
-            extra.append(jnp.broadcast_to(x.global_scale.astype(jnp.float32), (m,))[rows])
+            extra["x_factor"] = jnp.broadcast_to(x.global_scale.astype(jnp.float32), (m,))[rows]
         if w.global_scale is not None:
             scale = w.global_scale.astype(jnp.float32)
             scale = scale if scale.ndim == 2 else jnp.broadcast_to(scale, (b.shape[0],))[:, None]
             scale = jnp.broadcast_to(scale, b.shape[:2])
-            extra.append(jnp.pad(scale, ((0, 0), (0, -n % config.block_n))))
+            extra["w_factor"] = jnp.pad(scale, ((0, 0), (0, -n % config.block_n)))
     kernel = plgpu.kernel(
         functools.partial(
             _body,
             config=config,
             operands=ops,
             transposed=transposed,
-            row_factors=row_factors,
-            column_factors=column_factors,
             zero_tail=zero_tail,
             interpret=bool(interpret),
         ),
@@ -377,4 +370,4 @@ def grouped_matmul(
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(schedule, a, b, *extra)
+    return kernel(schedule, a, b, extra)
