@@ -96,6 +96,11 @@ def test_the_interpreter_agrees_with_float32_for_ragged_sizes():
 
 
 @needs_triton
+def test_the_inline_assembly_turns_every_code_into_its_value():
+    assert run("triton_interpreter.py", "assembly") == {"e4m3": [0, 1016], "e2m1": [0, 2048]}
+
+
+@needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
 def test_it_compiles_to_machine_code_without_spills_and_fits_the_shared_memory(capability):

@@ -1,5 +1,6 @@
-"""Runs the Triton kernels in Triton's interpreter; `python triton_interpreter.py matmul|quantize` prints one JSON line,
-{"CASE": relative error, ...} or {"CASE": [bytes that differ from the reference, distinct bytes], ...}.
+"""Runs the Triton kernels in Triton's interpreter; `python triton_interpreter.py matmul|quantize|assembly` prints one
+JSON line: {"CASE": relative error, ...}, {"CASE": [bytes that differ from the reference, distinct bytes], ...}, or for
+the inline assembly {"CASE": [values that differ, values], ...}.
 
 Triton decides at import time whether it interprets, hence a process of its own. The interpreter knows neither inline
 assembly nor BF16 arithmetic, and takes torch tensors: all three are replaced here, by jnp's results and by numpy.
@@ -206,7 +207,59 @@ def quantizing():
     return report
 
 
+def executed(text, word):
+    """Output registers of a piece of PTX whose last operand is the 32-bit `word`; the few instructions that we use."""
+    instructions = [line.strip("{} ;") for line in text.splitlines()]
+    instructions = [i.split(None, 1) for i in instructions if i and not i.startswith(".reg")]
+    count = text.count("fma.rn")
+    registers = {f"${count}": word}
+
+    def value(name):
+        return registers[name] if name in registers else int(name, 0)
+
+    def halves(word):
+        return np.array([word & 0xFFFF, word >> 16], np.uint16).view(BF16).astype(np.float64)
+
+    for name, operands in instructions:
+        target, *sources = (o.strip() for o in operands.split(","))
+        a = [value(s) for s in sources]
+        if name == "mov.b32":
+            out = a[0]
+        elif name == "prmt.b32":
+            bytes_ = (a[0] | (a[1] << 32)).to_bytes(8, "little")
+            out = int.from_bytes(bytes(bytes_[(a[2] >> (4 * i)) & 7] for i in range(4)), "little")
+        elif name in ("shl.b32", "shr.b32"):
+            out = (a[0] << a[1] if name[2] == "l" else a[0] >> a[1]) & 0xFFFFFFFF
+        elif name == "and.b32":
+            out = a[0] & a[1]
+        elif name == "lop3.b32" and a[3] == 0xEA:
+            out = (a[0] & a[1]) | a[2]
+        elif name == "fma.rn.bf16x2":
+            low, high = (halves(a[0]) * halves(a[1]) + halves(a[2])).astype(BF16).view(np.uint16)
+            out = int(low) | (int(high) << 16)
+        else:
+            raise ValueError(f"{name} {operands} is not one of the instructions known here")
+        registers[target] = out
+    return np.array([registers[f"${i}"] for i in range(count)], np.uint32).view(BF16)
+
+
+def assembly():
+    """Every byte in every place of a word against ml_dtypes; the NaN codes of E4M3, which come out as 480, left out."""
+    report = {}
+    numbers = [b for b in range(256) if b & 0x7F != 0x7F]
+    words = np.array([np.roll(numbers, i) for i in range(4)]).T.astype(np.uint8)  # [bytes, places]
+    got = [executed(triton_sm80._E4M3_TO_BF16.value, int(w.view("<u4")[0])) for w in np.ascontiguousarray(words)]
+    expected = words.view(ml_dtypes.float8_e4m3fn).astype(BF16)
+    report["e4m3"] = [int(np.sum(np.array(got).view(np.uint16) != expected.view(np.uint16))), expected.size]
+    words = np.array([np.roll(np.arange(256), 37 * i) for i in range(4)]).T.astype(np.uint8)
+    got = [executed(triton_sm80._E2M1_TO_BF16.value, int(w.view("<u4")[0])) for w in np.ascontiguousarray(words)]
+    nibbles = np.concatenate([words & 15, words >> 4], axis=1)  # low halves of the four bytes, then the high halves
+    expected = nibbles.view(ml_dtypes.float4_e2m1fn).astype(BF16)
+    report["e2m1"] = [int(np.sum(np.array(got).view(np.uint16) != expected.view(np.uint16))), expected.size]
+    return report
+
+
 if __name__ == "__main__":
     teach_the_interpreter()
     triton_sm80.jax_triton.triton_call = call
-    print(json.dumps({"matmul": matmul, "quantize": quantizing}[sys.argv[1]]()))
+    print(json.dumps({"matmul": matmul, "quantize": quantizing, "assembly": assembly}[sys.argv[1]]()))
