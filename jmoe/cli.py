@@ -136,7 +136,9 @@ def _add_explain(commands) -> None:
     )
     quant = p.add_argument_group("quantisation")
     quant.add_argument(
-        "--quant", metavar="FORMAT", help="of the activations: mxfp8, fp8, nvfp4_online, modelopt_fp4, mxfp4, none"
+        "--quant",
+        metavar="FORMAT",
+        help="of the activations: mxfp8, fp8, nvfp4_online, modelopt_fp4, mxfp4, none; auto: only the wire, if faster",
     )
     quant.add_argument("--weights", metavar="FORMAT", help="that the expert weights are kept in")
     quant.add_argument("--wire", metavar="FORMAT", help="that travels, in place of the policy's choice")
@@ -211,10 +213,11 @@ def layer_config(args: argparse.Namespace):
                 f"are {', '.join(SHAPES)}."
             )
         config = dataclasses.replace(from_hf(_read_json(path)), **given)
+    auto = args.quant == "auto"
     quant = {
-        "activations": args.quant,
+        "activations": None if auto else args.quant,
         "weights": args.weights,
-        "wire": args.wire,
+        "wire": args.wire or ("fastest" if auto else None),
         "combine_wire": args.combine_wire,
         "mx_alignment": args.mx_alignment,
     }

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jmoe.caps import DeviceCaps
+from jmoe.cli import main
 from jmoe.config import MoEConfig, QuantConfig
 from jmoe.policy import decide, explain
 from jmoe.policy.layer_cost import layer_seconds
@@ -45,6 +46,13 @@ def test_advice_names_weights_that_should_be_faster():
     few, many = (explain(QWEN, tokens=t, caps=HOPPER).advice for t in (64, 8192))
     assert any("weights='nvfp4'" in a for a in few) and not any("nvfp4" in a for a in many)
     assert any("activations='fp8_128'" in a for a in many)
+
+
+def test_the_command_line_explains_what_quant_auto_chose(capsys):
+    machine = ["--machine", "h200", "--devices", "2", "--tokens", "8192"]
+    assert main(["explain", "qwen3-30b-a3b", "--quant", "auto", *machine]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "travels mxfp8" in said and "a dispatch of 8192 tokens should take" in said and "should take" in said
 
 
 def test_quant_auto_sends_what_should_be_faster_and_says_why():
