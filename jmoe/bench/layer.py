@@ -162,6 +162,7 @@ def reference(config: MoEConfig, params: MoEParams, x: jax.Array) -> jax.Array:
 @jax.jit
 def _one_token(params: MoEParams, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
     out = jnp.zeros(x.shape, jnp.float32)
+    assert isinstance(params.experts.gate_up, jax.Array) and isinstance(params.experts.down, jax.Array)
     for k in range(ids.shape[0]):
         gate_up = params.experts.gate_up[ids[k]].astype(jnp.float32)  # [2, F, D]
         gate, up = jnp.matmul(gate_up, x.astype(jnp.float32), precision=lax.Precision.HIGHEST)

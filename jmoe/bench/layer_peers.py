@@ -20,9 +20,10 @@ from jmoe.params import MoEParams
 
 def stock_weights(params: MoEParams) -> tuple[jax.Array, jax.Array, jax.Array]:
     """router [D, E], gate_up [E, D, 2F], down [E, F, D]: as `lax.ragged_dot` takes them."""
-    gate_up = params.experts.gate_up
+    gate_up, down = params.experts.gate_up, params.experts.down
+    assert isinstance(gate_up, jax.Array) and isinstance(down, jax.Array)
     flat = gate_up.reshape(gate_up.shape[0], -1, gate_up.shape[-1])
-    return params.router.T, jnp.swapaxes(flat, 1, 2), jnp.swapaxes(params.experts.down, 1, 2)
+    return params.router.T, jnp.swapaxes(flat, 1, 2), jnp.swapaxes(down, 1, 2)
 
 
 def stock_layer(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, *, top_k: int) -> jax.Array:

@@ -246,10 +246,9 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
         config = module.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
         model = module.random_model(config, key=jax.random.key(0))
         error = cache_error(module, model) if error is None else error  # the cache is the same for all
-        if smoke:
-            sizes = dict(decoding=((1, 8), (4, 8)), steps=4, prompts=(2, 16))
-        else:
-            sizes = dict(decoding=DECODING, steps=STEPS, prompts=(PROMPTS, PROMPT))
-        records += measure(module, model, name, limits, error=error, smoke=smoke, **sizes)
+        decoding, steps, prompts = (((1, 8), (4, 8)), 4, (2, 16)) if smoke else (DECODING, STEPS, (PROMPTS, PROMPT))
+        records += measure(
+            module, model, name, limits, decoding=decoding, steps=steps, prompts=prompts, error=error, smoke=smoke
+        )
         del model
     return records

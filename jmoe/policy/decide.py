@@ -169,8 +169,9 @@ def _fastest(
         packed = attempt(table.FASTEST_WIRE)
     except (ValueError, NotImplementedError):  # blocks that do not divide the rows, or nobody carries them
         return plain
-    times = [dispatch_seconds(config, d, num_ranks=num_ranks, tokens=tokens, caps=caps) for d in (plain, packed)]
-    if times[0] is None or times[1] is None:
+    known = (dispatch_seconds(config, d, num_ranks=num_ranks, tokens=tokens, caps=caps) for d in (plain, packed))
+    times = [t for t in known if t is not None]
+    if len(times) < 2:
         why = f"wire='fastest' keeps {plain.wire}: nothing like this machine was measured."
         return dataclasses.replace(plain, notes=(*plain.notes, why))
     microseconds = [f"{1e6 * t:.0f} us as {d.wire}" for t, d in zip(times, (plain, packed), strict=True)]

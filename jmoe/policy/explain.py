@@ -198,8 +198,7 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
     combine = cost.exchange_seconds(decision, rows * back, caps, back=True)
     layer = layer_seconds(config, tokens=tokens, num_ranks=num_ranks, caps=caps)
     if layer is not None:
-        known = dispatch is not None and combine is not None
-        layer = dataclasses.replace(layer, exchange=dispatch + combine) if known else None
+        layer = None if dispatch is None or combine is None else dataclasses.replace(layer, exchange=dispatch + combine)
     return Alternative(
         backend=decision.backend,
         decision=decision,

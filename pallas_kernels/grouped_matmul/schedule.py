@@ -81,7 +81,8 @@ def tile_schedule(
         return Schedule(*mosaic_schedule.run_schedule(task, *args))
 
     def plain(args):
-        return _tile_schedule(*args, num_rows, block, num_weights)
+        group_sizes, offset = args
+        return _tile_schedule(group_sizes, offset, num_rows, block, num_weights)
 
     return pick("schedule", implementation, why, kernel, plain, (group_sizes.astype(jnp.int32), offset))
 

@@ -91,12 +91,11 @@ def gather_rows(
             f"Rows of a QTensor with format {x.format.name!r} and layout={x.layout!r} cannot be moved one by one; it "
             "takes a format with scales for each row and layout='row_major': dequantise or unswizzle it first."
         )
-    x = jax.tree.map(lax.stop_gradient, x)  # the kernel has no derivative
-    scale = x.global_scale
-    return dataclasses.replace(
+    data, block_scale, scale = jax.tree.map(lax.stop_gradient, (x.data, x.block_scale, x.global_scale))
+    return dataclasses.replace(  # constants, because the kernel has no derivative
         x,
-        data=_take_rows(x.data, source, position, fill, implementation),
-        block_scale=_take_rows(x.block_scale, source, position, fill, implementation),
+        data=_take_rows(data, source, position, fill, implementation),
+        block_scale=_take_rows(block_scale, source, position, fill, implementation),
         global_scale=_take(scale, source) if scale is not None and scale.ndim else scale,
     )
 
@@ -128,9 +127,11 @@ def _weighted_sum(y, position, weights, out_dtype: str, implementation: str | No
     def kernel(args):
         return mosaic_rows.run_combine(*args, out_dtype=out_dtype)
 
-    return pick(
-        "combine", implementation, why, kernel, lambda args: _sum_of_rows(*args, out_dtype), (y, position, weights)
-    )
+    def plain(args):
+        y, position, weights = args
+        return _sum_of_rows(y, position, weights, out_dtype)
+
+    return pick("combine", implementation, why, kernel, plain, (y, position, weights))
 
 
 def combine_rows(

@@ -61,8 +61,8 @@ class Thread(Ops):
     def loop(self, count: int, body: Callable[..., Sequence[U]], carry: Sequence[U] = ()) -> list[U]:
         """carry = body(i, *carry) for i = 0 .. count - 1."""
         index = ir.IndexType.get()
-        bounds = [arith.constant(index, v) for v in (0, count, 1)]
-        op = scf.ForOp(*bounds, [c.v for c in carry])
+        start, stop, step = (arith.constant(index, v) for v in (0, count, 1))
+        op = scf.ForOp(start, stop, step, [c.v for c in carry])
         with ir.InsertionPoint(op.body):
             i = U(arith.index_cast(_i32(), op.induction_variable))
             scf.yield_([v.v for v in body(i, *(U(a) for a in op.inner_iter_args))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,21 +46,23 @@ def _choose(rule, implementation, logits, bias, valid):
         weights = _weigh(logits, bias, valid, ids, rule)
         return ids if valid is None else jnp.where(valid[:, None], ids, -1), weights
 
-    why = mosaic_sm90.obstacle(*logits.shape, rule) or environment_obstacle()
+    tokens, experts = logits.shape
+    why = mosaic_sm90.obstacle(tokens, experts, rule) or environment_obstacle()
     args = (logits, bias, valid)
     return pick("route", implementation, why, lambda a: mosaic_sm90.run_choose(rule, *a), plain, args)
 
 
 def _forward(rule, implementation, logits, bias, valid):
-    ids, weights = _choose(rule, implementation, logits, bias, valid)
-    return (ids, weights), (logits, bias, valid, ids)
+    out: Any = _choose(rule, implementation, logits, bias, valid)
+    return out, (logits, bias, valid, out[0])
 
 
 def _backward(rule, implementation, residuals, cotangents):
     del implementation
     logits, bias, valid, ids = residuals
     _, pull = jax.vjp(lambda x: _weigh(x, bias, valid, ids, rule), logits)
-    return *pull(cotangents[1]), None if bias is None else jnp.zeros_like(bias), None
+    (d_logits,) = pull(cotangents[1])
+    return d_logits, None if bias is None else jnp.zeros_like(bias), None
 
 
 _choose.defvjp(_forward, _backward)
