@@ -5,7 +5,9 @@ These follow the same formats without promises about subnormals, NaN or the last
 
 from __future__ import annotations
 
+import functools
 import statistics
+import warnings
 from typing import Any
 
 import jax
@@ -99,7 +101,7 @@ def _torch_functions(torch: Any) -> dict[str, Any]:
         code |= torch.signbit(y).to(torch.uint8) << 3
         return code[:, 0::2] | (code[:, 1::2] << 4), scale
 
-    return {"mxfp8": torch.compile(mxfp8), "nvfp4": torch.compile(nvfp4)}
+    return {"mxfp8": torch.compile(mxfp8, dynamic=False), "nvfp4": torch.compile(nvfp4, dynamic=False)}
 
 
 def _torchao_functions(torch: Any) -> dict[str, Any]:
@@ -109,9 +111,10 @@ def _torchao_functions(torch: Any) -> dict[str, Any]:
     from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
-    mxfp8 = torch.compile(lambda x: to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL))
+    compiled = functools.partial(torch.compile, dynamic=False)
+    mxfp8 = compiled(lambda x: to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL))
     scale = torch.tensor(5.5 / (6 * FORMATS["nvfp4"].e4m3_max), device="cuda")
-    nvfp4 = torch.compile(lambda x: nvfp4_quantize(x, 16, scale))
+    nvfp4 = compiled(lambda x: nvfp4_quantize(x, 16, scale))
     return {"mxfp8": mxfp8, "nvfp4": nvfp4, "fp8_128": fp8_blockwise_act_quant}
 
 
@@ -127,10 +130,12 @@ def torch_seconds(name: str, rows: int, columns: int) -> dict[str, float]:
     for peer, functions in (("torch.compile", _torch_functions), ("torchao", _torchao_functions)):
         try:
             run = functions(torch).get(name)
+            if run is not None:
+                out[peer] = _torch_time(torch, run, rows, columns)
         except ImportError:
             continue
-        if run is not None:
-            out[peer] = _torch_time(torch, run, rows, columns)
+        except Exception as e:  # a peer's compiler may refuse a device or version; the others are still worth having
+            warnings.warn(f"{peer} cannot quantise to {name} here: {str(e)[:200]}", stacklevel=2)
     return out
 
 
