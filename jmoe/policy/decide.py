@@ -409,7 +409,8 @@ def _wire(
     if quant.wire != "auto":
         return _requested_wire(config, quant, row)
     if name is None or rule is None:
-        return config.dtype, f"The experts take {config.dtype}, so that is what travels."
+        travels = "" if row.uses == "nothing" else ", so that is what travels"
+        return config.dtype, f"The experts take {config.dtype}{travels}."
     if defer:
         return config.dtype, f"The experts quantise to {name} themselves, so {config.dtype} travels."
     carries = ", ".join(table.members(tuple(f for f in row.rules if row.rules[f].quantised_wire)))

@@ -161,7 +161,8 @@ def _blackwell(e: Explanation) -> str:
     n = a.decision
     moves = "Nothing would travel" if n.transport == "none" else f"{n.backend} would send {n.wire}"
     same = (n.backend, n.wire, n.where) == (d.backend, d.wire, d.where)
-    text = f"{moves}{', as here' if same else f' ({n.transport_reason})'}; quantised by {WHERE[n.where]}. "
+    by = "nothing is quantised" if n.where == "nobody" else f"quantised by {WHERE[n.where]}"
+    text = f"{moves}{', as here' if same else f' ({n.transport_reason})'}; {by}. "
     if n.quant_dtype is None:
         return text + (
             "The experts take unquantised rows, so its block-scaled matrix units would idle: activations='mxfp8' or "
