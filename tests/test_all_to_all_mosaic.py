@@ -343,6 +343,7 @@ def test_ragged_all_to_all_names_what_its_kernel_cannot_do():
     assert kernel_reason(rows, "ep", 2) is None
     assert kernel_reason(rows.reshape(4, 8, 8), "ep", 8) is None
     assert "at most 8" in kernel_reason(rows, "ep", 16)
+    assert "no peers" in kernel_reason(rows, "ep", 1)
     assert "one mesh axis" in kernel_reason(rows, ("a", "b"), 4)
     assert "multiples of 16" in kernel_reason(rows[:, :9], "ep", 2)
     assert "multiples of 16" in kernel_reason(jnp.zeros((4, 32), jnp.bool_), "ep", 2)
@@ -359,3 +360,5 @@ def test_ragged_all_to_all_takes_the_kernel_on_gpus_and_the_reference_here(rng):
     text = lowered(2, exchange, *shapes)
     assert "mosaic_gpu" in text and "ragged_all_to_all" in text
     assert "mosaic_gpu" not in lowered(2, exchange, ((6, 9), jnp.bfloat16), *shapes[1:])
+    alone = lowered(1, exchange, *shapes)
+    assert "mosaic_gpu" not in alone and "ragged_all_to_all" not in alone

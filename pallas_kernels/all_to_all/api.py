@@ -79,6 +79,8 @@ def kernel_reason(operand: jax.Array, axis_name, num_ranks: int) -> str | None:
         return f"it needs GPUs of compute capability 9.0 or newer, these have {capability}"
     if not isinstance(axis_name, str):
         return f"it exchanges over one mesh axis, not over {axis_name}"
+    if num_ranks < 2:
+        return "one rank has no peers"
     if num_ranks > MAX_RANKS:
         return f"it serves at most {MAX_RANKS} ranks, the axis has {num_ranks}"
     row_bytes = math.prod(operand.shape[1:]) * operand.dtype.itemsize
@@ -138,6 +140,8 @@ def _run(axis_name, implementation, operand, output, *tables):
         raise ValueError(
             f'implementation="mosaic" of ragged_all_to_all cannot serve this: {reason}. Use None or "lax".'
         )
+    if num_ranks == 1 and implementation is None:
+        return reference(operand, output, *tables)
     if implementation is not None:
         return {"reference": reference, "lax": xla, "mosaic": kernel}[implementation](operand, output, *tables)
     gpu = xla if reason else kernel
