@@ -119,7 +119,7 @@ def kernel_reasons(caps: DeviceCaps) -> dict[str, str | None]:
     for one in IMPLEMENTATIONS:
         if one.name != "portable":
             why = one.why_not(problem)
-            named = f"only where implementation={one.name!r} asks for it: nobody has run it on its hardware yet"
+            named = f"only where implementation={one.name!r} asks for it: {one.opt_in}"
             reasons[f"grouped matmul, {one.name}"] = why or (named if one.opt_in else None)
     why = environment_obstacle(capability)
     named = "only where implementation='mosaic_sm90' asks for it: not confirmed on a GPU since its last change"

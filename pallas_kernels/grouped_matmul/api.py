@@ -46,7 +46,7 @@ class Implementation:
     why_not: a reason why it cannot do a Problem, or None if it can. forward, dlhs, drhs: functions with the signatures
     of `portable.grouped_matmul`, `grouped_matmul_dlhs` and `grouped_matmul_drhs`; why_not is asked for each separately;
     drhs may be None where it always has a reason.
-    opt_in: only used where it is named, because it has not been run on its hardware yet.
+    opt_in: why it is only used where it is named, empty where None may choose it.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Implementation:
     forward: Callable[..., jax.Array]
     dlhs: Callable[..., jax.Array]
     drhs: Callable[..., jax.Array] | None = None
-    opt_in: bool = False
+    opt_in: str = ""
 
 
 # In the order of preference. "portable" does everything and comes last.
@@ -71,7 +71,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         why_not=blackwell_entry.why_not,
         forward=blackwell_entry.forward,
         dlhs=blackwell_entry.dlhs,
-        opt_in=True,
+        opt_in="nobody has run it on its hardware yet",
     ),
     Implementation(
         name="triton",
@@ -79,6 +79,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         forward=triton_entry.forward,
         dlhs=triton_entry.dlhs,
         drhs=triton_entry.drhs,
+        opt_in="tests/gpu/test_triton_gpu.py has not passed on a GPU yet",
     ),
     Implementation(
         name="portable",

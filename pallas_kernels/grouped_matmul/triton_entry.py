@@ -1,5 +1,8 @@
 """What the Triton kernels can do; they are loaded only when one of them is called, because jax-triton is optional.
 
+On an H200, at (M, K, N, G) = (8192, 4096, 3072, 32) in BF16: 403 us (512 TFLOP/s), where the Hopper kernel took 388 us
+and `lax.ragged_dot` 8862 us in the same run; MXFP8, MXFP4 and NVFP4 weights 646 to 736 us, FP8 in blocks of 128 887 us.
+
 Letters: M rows, K contraction, N columns, G groups.
 """
 
