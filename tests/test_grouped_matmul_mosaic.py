@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jmoe.config import MoEConfig
+from jmoe.experts import gated_activation
 from pallas_kernels.grouped_matmul import mosaic_entry, tuning
 from pallas_kernels.grouped_matmul.api import Problem
 from pallas_kernels.grouped_matmul.schedule import (
@@ -143,9 +145,9 @@ def test_every_shipped_rule_is_a_valid_configuration_that_fits_into_shared_memor
         "fp8_128x128": Packed("e4m3", "f32", 128),
     }
     for rule in tuning.read_rules(tuning._SHIPPED):
-        if rule["kernel"] == "decode":
-            config = DecodeConfig(**rule["config"])
-            size = config.smem_bytes(packed.get(rule.get("weights"))) * config.per_sm
+        if rule["kernel"].startswith("decode"):
+            config, parts = DecodeConfig(**rule["config"]), 2 if rule["kernel"] == "decode_gated" else 1
+            size = config.smem_bytes(packed.get(rule.get("weights")), parts=parts) * config.per_sm
         elif rule["kernel"] in ("prefill", "gated", "dlhs"):
             size = Config(**rule["config"]).smem_bytes()
         else:
@@ -299,6 +301,56 @@ def test_the_gated_product_equals_its_formula(rng, few_blocks, kind):
     assert relative(y, expected) < 4e-3
 
 
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("fmt", "kind"),
+    [
+        ("bf16", "silu"),
+        ("mxfp8", "gelu_tanh"),
+        ("mxfp4", "silu"),
+        ("nvfp4_token", "gelu"),
+        ("fp8_128x128", "swiglu_oai"),
+    ],
+)
+def test_the_gated_product_of_few_rows_equals_its_formula_with_a_bias(rng, few_blocks, fmt, kind):
+    from pallas_kernels.grouped_matmul import Gate
+
+    m, n, sizes = 60, 192, [7, 0, 33, 12]  # N is no multiple of a tile of 128
+    x = jnp.asarray(rng.standard_normal((m, 256)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((4, 2, n, 256)) * 0.1, jnp.bfloat16)
+    bias = jnp.asarray(rng.standard_normal((4, 2, n)), jnp.bfloat16)
+    q = w if fmt == "bf16" else quantize(w, fmt) if fmt == "nvfp4_token" else quantize_weights(w, fmt)
+    plain = w if fmt == "bf16" else dequantize(q, jnp.float32)
+    how = dict(bias=bias, out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams())
+    y = mosaic_entry.gated(x, q, jnp.asarray(sizes, jnp.int32), Gate(kind), **how)
+    total, owner = sum(sizes), np.repeat(np.arange(4), sizes)
+    gate, up = (dense(x, plain[:, i], sizes)[:total] + np.asarray(bias[:, i], np.float32)[owner] for i in (0, 1))
+    config = MoEConfig(hidden_size=64, intermediate_size=64, num_experts=4, num_experts_per_tok=1, activation=kind)
+    assert relative(y[:total], gated_activation(jnp.asarray(gate), jnp.asarray(up), config)) < 2e-6
+    assert not np.any(y[total:])
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("fmt", "config"),
+    [
+        ("nvfp4", dict(block_t=8, consumers=4, chunks=1, overlap=True, pieces=2)),
+        ("mxfp4", dict(block_t=24, consumers=2, chunks=2, overlap=True)),
+        ("bf16", dict(block_t=8, consumers=2, chunks=2, rows=32)),
+        ("fp8_128x128", dict(block_t=16, consumers=3, chunks=1, rows=32, pieces=2)),
+    ],
+)
+def test_decode_variants_equal_the_dense_formula(rng, fmt, config):
+    x, w = operands(rng, m=60, k=512)
+    q = w if fmt == "bf16" else quantize_weights(w, fmt)
+    sizes = [7, 0, 33, 12]
+    with tuning.override({"decode": config | dict(num_blocks=2, stages=2)}):
+        y = mosaic_entry.forward(
+            x, q, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams()
+        )
+    assert relative(y, dense(x, w if fmt == "bf16" else dequantize(q, jnp.float32), sizes)) < 2e-6
+
+
 # --- lowering
 
 
@@ -307,7 +359,22 @@ def _lower(f, *args):
 
 
 @pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the kernels are for JAX 0.11 on")
-@pytest.mark.parametrize("kernel", ["prefill", "gated", "dlhs", "drhs", "fp8", "decode", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "prefill",
+        "gated",
+        "gated decode",
+        "gated nvfp4",
+        "dlhs",
+        "drhs",
+        "fp8",
+        "decode",
+        "mxfp8",
+        "mxfp4",
+        "nvfp4",
+    ],
+)
 def test_every_kernel_lowers_for_a_gpu_that_is_not_there(rng, kernel):
     from pallas_kernels.grouped_matmul.gate import Gate
 
@@ -315,9 +382,13 @@ def test_every_kernel_lowers_for_a_gpu_that_is_not_there(rng, kernel):
     sizes = jnp.asarray([1000, 0, 7, 2000], jnp.int32)
     x, w = jnp.zeros((m, k), jnp.bfloat16), jnp.zeros((4, n, k), jnp.bfloat16)
     options = dict(out_dtype=jnp.bfloat16)
-    if kernel == "gated":
-        gated_w = jnp.zeros((4, 2, n, k), jnp.bfloat16)
-        text = _lower(lambda x, w: mosaic_entry.gated(x, w, sizes, Gate(), **options), x, gated_w)
+    if kernel.startswith("gated"):
+        gated_w, bias = jnp.zeros((4, 2, n, k), jnp.bfloat16), None
+        if kernel != "gated":
+            x, bias = x[:64], jnp.zeros((4, 2, n), jnp.float32)
+        if kernel == "gated nvfp4":
+            gated_w = quantize_weights(gated_w, "nvfp4")
+        text = _lower(lambda x, w: mosaic_entry.gated(x, w, sizes, Gate(), bias=bias, **options), x, gated_w)
     elif kernel == "dlhs":
         text = _lower(lambda dy, w: mosaic_entry.dlhs(dy, w, sizes, **options), jnp.zeros((m, n), jnp.bfloat16), w)
     elif kernel == "drhs":

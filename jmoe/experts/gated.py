@@ -42,7 +42,7 @@ def gated_projection(
     w, bias = params.gate_up, params.gate_up_bias
     gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
     how = dict(bias=bias is not None, out_dtype=config.jnp_dtype, implementation=implementation)
-    if row_weight is not None or gated_obstacle(rows, w, gate, **how) is not None:
+    if row_weight is not None or gated_obstacle(rows, w, **how) is not None:
         return apart(rows, through, w, bias, sizes, row_weight)
 
     floats = (rows, through, w, bias)
@@ -86,10 +86,9 @@ def quantised_projection(
     that cannot be done, or where gate, up and activation are one kernel.
     """
     fmt, w = config.quant.intermediate, params.gate_up
-    gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
     how = dict(bias=False, out_dtype=config.jnp_dtype, implementation=implementation)
     plain = row_weight is None and params.gate_up_bias is None and config.activation in ("silu", "swiglu_oai")
-    if fmt is None or not plain or not get_format(fmt).row_local or gated_obstacle(rows, w, gate, **how) is None:
+    if fmt is None or not plain or not get_format(fmt).row_local or gated_obstacle(rows, w, **how) is None:
         return None
     flat = flat_gate_up(w)
     if flat is None:

@@ -13,14 +13,10 @@ from . import mosaic_entry
 from .api import problem_of
 from .gate import Gate
 
-#: Whether tests/gpu has passed since the kernels' last change; until then they serve only who names them.
-CONFIRMED = False
-
 
 def gated_obstacle(
     x: jax.Array | QTensor,
     w: jax.Array | QTensor,
-    gate: Gate,
     *,
     bias: bool = False,
     out_dtype=None,
@@ -32,10 +28,8 @@ def gated_obstacle(
     """
     if implementation not in (None, "mosaic_sm90"):
         return f"implementation={implementation!r} has no kernel that joins gate and up"
-    if implementation is None and not CONFIRMED:
-        return "the kernel waits for its run on a GPU; name implementation='mosaic_sm90' to use it"
     problem = problem_of("forward", *x.shape[:1], w.shape[2], x.shape[1], w.shape[0], x, w, _dtype(x, out_dtype))
-    return mosaic_entry.why_not_gated(problem, gate, bias=bias)
+    return mosaic_entry.why_not_gated(problem, bias=bias)
 
 
 def _dtype(x, out_dtype):
@@ -61,7 +55,7 @@ def gated_matmul(
 
     Raises ValueError with the reason of `gated_obstacle` where it cannot: compute the projections apart there.
     """
-    reason = gated_obstacle(x, w, gate, bias=bias is not None, out_dtype=out_dtype, implementation="mosaic_sm90")
+    reason = gated_obstacle(x, w, bias=bias is not None, out_dtype=out_dtype, implementation="mosaic_sm90")
     if reason is not None:
         raise ValueError(f"gated_matmul cannot do this: {reason}; use grouped_matmul and gated_product.")
     how = dict(bias=bias, group_offset=group_offset, out_dtype=_dtype(x, out_dtype))

@@ -8,7 +8,7 @@ Two variants share the code: one weight ([G, N, K]), or gate and up projection (
 meet in the same lanes, so that only act(gate) * up is stored. A bias is added to either.
 
 Blocks are small enough for two on one multiprocessor where `per_sm` says so, and hold as many bytes in flight as
-shared memory allows. Only weights of groups that have rows are read.
+shared memory allows. Only weights of groups that have rows are read. The kernel finds its tiles itself (bounds.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .bounds import MAX_GROUPS, Bounds, find_tile, make_bounds, num_tiles, num_words, write_bounds
 from .gate import Gate, gated_product
 from .mosaic_dequant import Packed, dequantise, permute_columns
 from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, load_rows, num_sms, row_views, swizzled
-from .schedule import Schedule, each_tile, num_tiles, read_tile
+from .schedule import each_tile
 
 _ROWS = 64  # of a weight, for one warpgroup
 _WIDTH = 64  # BF16 elements in one swizzle
@@ -58,10 +59,14 @@ class DecodeConfig:
             raise ValueError(f"block_t={self.block_t}: choose 8, 16, 24, 32, 48 or a multiple of 64 up to 256.")
         if self.consumers not in (1, 2, 3, 4):
             raise ValueError(f"consumers={self.consumers}: choose 1 to 4.")
+        if self.chunks not in (1, 2, 4, 8):
+            raise ValueError(f"chunks={self.chunks}: choose 1, 2, 4 or 8.")
         if self.pieces not in (1, 2):
             raise ValueError(f"pieces={self.pieces}: choose 1 or 2.")
-        if self.rows not in (32, _ROWS):
-            raise ValueError(f"rows={self.rows}: choose 32 or {_ROWS}.")
+        if self.rows not in (32, _ROWS) or (self.rows < _ROWS and self.block_t > BOX):
+            raise ValueError(
+                f"rows={self.rows}, block_t={self.block_t}: choose rows={_ROWS}, or 32 up to block_t={BOX}."
+            )
 
     @property
     def block_n(self) -> int:
@@ -74,14 +79,26 @@ class DecodeConfig:
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Of a thread that copies and one that multiplies, where the even share is not enough."""
-        many = self.block_t > 64
-        return {2: (40, 232) if many else None, 3: (40, 152), 4: (40, 112)}.get(self.consumers)
+        """Of a thread that copies and one that multiplies, where the even share is not enough.
+
+        A block gets 168, 128 or 96 for each thread of 3, 4 or 5 warpgroups: asking for more in all would wait forever.
+        """
+        many = self.block_t >= 64 and self.per_sm == 1
+        return {2: (40, 232) if many else None, 3: (40, 152), 4: (32, 112)}.get(self.consumers)
 
     @property
     def box(self) -> int:
         """Tokens that are copied together; see schedule.tile_schedule."""
         return min(self.block_t, BOX)
+
+    def fitted(self, row_bytes: int) -> DecodeConfig:
+        """With smaller stages where a weight's row is short and its last stage would be partly empty."""
+        pieces = -(-row_bytes // SWIZZLE)
+        if pieces % self.chunks == 0 or pieces >= 8 * self.chunks:
+            return self
+        chunks = next(c for c in (4, 2, 1) if c < self.chunks and pieces % c == 0)  # a few scales must fill 16 bytes
+        parts = 2 if self.overlap and chunks == 1 else self.pieces
+        return dataclasses.replace(self, chunks=chunks, stages=self.stages * self.chunks // chunks, pieces=parts)
 
     def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2, parts: int = 1) -> int:
         """Shared memory of one block, barriers left out. parts: 2 where gate and up are multiplied together."""
@@ -109,8 +126,28 @@ def box_rows(first, rows, index: int, box: int):
     return jnp.maximum(jnp.minimum(first + index * box, first + rows - box), first)
 
 
+def bounds_of(sizes, scratch, block: int) -> Bounds:
+    """The bounds of the groups: those given, or each warp's sums of the sizes, in `scratch` [2, words] (shared)."""
+    if isinstance(sizes, Bounds):
+        return sizes
+    from ..permute.thread import Pointer, Thread
+
+    groups = sizes.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def write(ctx, sizes, scratch):
+        del ctx
+        start = Pointer(scratch, shared=True)
+        rows, tiles = start, start.at(None, 0, 4 * num_words(groups))
+        write_bounds(Thread(), groups, block, Pointer(sizes), rows, tiles)
+
+    write(sizes, scratch)
+    return Bounds(scratch.at[0], scratch.at[1])
+
+
 def _body(
-    schedule,
+    sizes,
+    offset,
     x,
     w,
     scales,
@@ -122,12 +159,14 @@ def _body(
     s_smem,
     a_smem,
     out_smem,
+    bounds_smem,
     full,
     empty,
     *,
     config,
     packed,
     gate,
+    num_groups,
     zero_tail,
     interpret,
 ):
@@ -143,12 +182,15 @@ def _body(
     boxes = c.block_t // c.box
     wg = lax.axis_index("wg")
     blocks = lax.axis_size("block")
-    num_t = num_tiles(schedule, out.shape[0], c.block_t, zero_tail=zero_tail)
+    bounds = bounds_of(sizes, bounds_smem, c.block_t)
+    groups = dict(num_groups=num_groups, num_rows=out.shape[0], block=c.block_t)
+    num_t = num_tiles(bounds, **groups, zero_tail=zero_tail)
     my_tiles = lax.div(num_t * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
 
     def tile_at(i):
         index = lax.axis_index("block") + i * blocks
-        weight, first, _, rows = read_tile(schedule, lax.div(index, n_tiles), c.block_t, c.box)
+        found = find_tile(bounds, lax.div(index, n_tiles), **groups, num_weights=w.shape[0], group_offset=offset[0])
+        weight, first, rows = found
         return weight, first, rows, lax.rem(index, n_tiles)
 
     @pl.when(wg == c.consumers)
@@ -303,9 +345,12 @@ def _body(
         def finished(value, part, weight, row):
             """The product with what is the same along a row of the weight: the format's factor and the bias."""
             group = jnp.maximum(weight, 0)
-            if packed and packed.scale == "e4m3":
+            if packed and packed.scale == "e8m0":
+                value = value * packed.factor
+            elif packed and packed.scale == "e4m3":
                 if len(factors.shape) == 2:
-                    value = value * (factors[group, part] * packed.factor)
+                    which = [i if size > 1 else 0 for i, size in zip((group, part), factors.shape, strict=True)]
+                    value = value * (factors[*which] * packed.factor)
                 else:
                     per_row = load_rows(factors.at[group, part, row_vector(row, factors.shape[2])])
                     value = value * lax.broadcast_in_dim(per_row * packed.factor, value.shape, (0,))
@@ -325,25 +370,27 @@ def _body(
             values = [finished(value, part, weight, col + wg * c.rows) for part, value in enumerate(values)]
             value = (gated_product(*values, gate) if gate else values[0]).astype(out.dtype)
             columns, mine = pl.ds(col + wg * c.rows, c.rows), pl.ds(0, c.rows)
+            inside = col + wg * c.rows < n  # single rows are not clipped where a tile reaches over the end of N
             for box in range(boxes):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 store_transposed(out_smem.at[wg], value[:, box * c.box : (box + 1) * c.box])
                 plgpu.commit_smem()
                 row = box_rows(first, rows, box, c.box)
-                whole = rows >= c.box if c.rows == _ROWS else False
+                one_by_one = inside
+                if c.rows == _ROWS:
+                    one_by_one = inside & (rows < c.box)
 
-                @pl.when(whole)
-                def _(row=row):
-                    plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[pl.ds(row, c.box), columns])
+                    @pl.when(inside & (rows >= c.box))
+                    def _(row=row):
+                        plgpu.copy_smem_to_gmem(out_smem.at[wg], out.at[pl.ds(row, c.box), columns])
 
                 if box == 0:
 
-                    @pl.when(jnp.logical_not(whole))
+                    @pl.when(one_by_one)
                     def _(row=row):
                         def one(r, _):
-                            plgpu.copy_smem_to_gmem(
-                                out_smem.at[wg, pl.ds(r, 1), mine], out.at[pl.ds(row + r, 1), columns]
-                            )
+                            source = out_smem.at[wg, pl.ds(r, 1), mine]
+                            plgpu.copy_smem_to_gmem(source, out.at[pl.ds(row + r, 1), columns])
                             return ()
 
                         lax.fori_loop(0, rows, one, ())
@@ -358,10 +405,11 @@ def _body(
 def grouped_matmul_decode(
     x: jax.Array,  # [M, K]
     w: jax.Array,  # [G, P, N, K] like x, or uint8 [G, P, N, K / packed.per_byte]
-    schedule: Schedule,  # for block=config.block_t
+    group_sizes: jax.Array,  # int32 [groups]
     scales: jax.Array | None = None,  # uint8 [G, P, N, K / block]; f32: float32 [G, P, N / 128, K / 128]
-    factors: jax.Array | None = None,  # float32 [G, P] or [G, P, N], NVFP4's decode scale of each matrix or row
+    factors: jax.Array | None = None,  # float32 [G, P] (1 where all are alike) or [G, P, N], NVFP4's global scales
     bias: jax.Array | None = None,  # float32 [G, P, N]
+    group_offset: jax.Array | None = None,  # int32 [], the group that w[0] belongs to
     *,
     config: DecodeConfig = DecodeConfig(),  # noqa: B008
     packed: Packed | None = None,
@@ -408,9 +456,20 @@ def grouped_matmul_decode(
     unused = jnp.zeros((1,), jnp.float32)
     boxes = c.block_t // c.box
     x_copies = 1 if packed and boxes == 1 else boxes * x_chunks
+    summed = not interpret and group_sizes.shape[0] <= MAX_GROUPS  # by the kernel itself
+    sizes = group_sizes.astype(jnp.int32) if summed else make_bounds(group_sizes, c.block_t)
+    offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset.astype(jnp.int32).reshape(1)
     arrivals = x_copies + parts * (2 if packed and packed.scales else 1)
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, packed=packed, gate=gate, zero_tail=zero_tail, interpret=bool(interpret)),
+        functools.partial(
+            _body,
+            config=c,
+            packed=packed,
+            gate=gate,
+            num_groups=group_sizes.shape[0],
+            zero_tail=zero_tail,
+            interpret=bool(interpret),
+        ),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() * c.per_sm,),
         grid_names=("block",),
@@ -426,10 +485,11 @@ def grouped_matmul_decode(
             s_smem=s_smem,
             a_smem=plgpu.SMEM((c.consumers, _ROWS, packed.chunk // c.pieces if packed and interpret else 8), x.dtype),
             out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS), out_dtype),
+            bounds_smem=plgpu.SMEM((2, num_words(group_sizes.shape[0]) if summed else 8), jnp.int32),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
             empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(schedule, x, w, *(unused if a is None else a for a in (scales, factors, bias)))
+    return kernel(sizes, offset, x, w, *(unused if a is None else a for a in (scales, factors, bias)))

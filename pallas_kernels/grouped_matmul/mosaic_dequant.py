@@ -5,8 +5,10 @@ E2M1 elements. The matrix unit wants columns 2t, 2t+1, 2t+8, 2t+9 of every 16 in
 weights between lanes, the activations' columns are put in the order that the lanes have (`permute_columns`): a sum
 does not care.
 
-Both element formats become BF16 by moving their bits to the right place and one exact multiplication: an E4M3 or E2M1
-pattern read as BF16 is its value times 2^-120 or 2^-126, subnormals included.
+Both element formats become BF16 by moving their bits to the right place: an E4M3 or E2M1 pattern read as BF16 is its
+value times 2^-120 or 2^-126, subnormals included. The multiplication with the block's scale, exact in BF16, brings it
+back into range except for a power of two, which the epilogue applies to the sum (`Packed.factor`). E8M0 scales of 2^64
+and more come out as infinity; 4-bit weights under scales below 2^-70 lose bits.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-#: NVFP4 leaves this factor to the epilogue, because BF16 cannot hold scale and element factors in one multiplication.
-NVFP4_FACTOR = 2.0**19
+_ELEMENT = {"e4m3": -120, "e2m1": -126}  # exponent of the factor that the bits come with
+_E8M0_LIFT = 64  # added to the exponent of an E8M0 scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Packed:
     @property
     def factor(self) -> float:
         """What the accumulated product still has to be multiplied with."""
-        return NVFP4_FACTOR if self.scale == "e4m3" else 1.0
+        if self.scale == "f32":
+            return 1.0
+        return 2.0 ** -(_ELEMENT[self.element] + (_E8M0_LIFT if self.scale == "e8m0" else 107))
 
 
 def permute_columns(x: jax.Array, packed: Packed) -> jax.Array:
@@ -64,27 +68,41 @@ def permute_columns(x: jax.Array, packed: Packed) -> jax.Array:
 
 
 def _ptx(packed: Packed) -> str:
-    """One 32-bit word ($n) to BF16 pairs ($0...) in the lanes' order; the scale pair is the operand after the word."""
-    lines = ["{", ".reg .b32 a, b;"]
-    if packed.element == "e4m3":
-        shifts, mask, outs, power = ((("shl", 4), ("shl", 8)), (("shr", 4), None)), "0x07F007F0", 2, "0x7B807B80"
-    else:
-        moves = (("shl", 6), ("shl", 12)), (("shl", 2), ("shl", 8)), (("shr", 2), ("shl", 4)), (("shr", 6), None)
-        shifts, mask, outs, power = moves, "0x01C001C0", 4, "0x7E807E80"
-    word, scale = f"${outs}", f"${outs + 1}"
-    for i, (magnitude, sign) in enumerate(shifts):
-        lines.append(f"{magnitude[0]}.b32 a, {word}, {magnitude[1]};")
-        lines.append(f"and.b32 a, a, {mask};")
-        if packed.scale != "e4m3":  # the E4M3 scale's own factor brings the element's along
-            lines += [f"mov.b32 b, {power};", "mul.rn.bf16x2 a, a, b;"]
-        if packed.scale != "f32":
-            lines.append(f"mul.rn.bf16x2 a, a, {scale};")
-        if sign is None:
-            lines.append(f"mov.b32 b, {word};")
+    """One 32-bit word ($n) to BF16 pairs ($0...) in the lanes' order; the scale pair is the operand after the word.
+
+    What the logic unit does (and, shift) counts double: it takes two cycles for a warp.
+    """
+    return "\n".join(["{", ".reg .b32 a, b;", *(_e4m3(packed) if packed.element == "e4m3" else _e2m1()), "}"])
+
+
+def _e4m3(packed: Packed) -> list[str]:
+    """Magnitudes and signs brought to their places by a shift each, and joined by an exclusive or."""
+    lines = []
+    for i, (magnitude, sign) in enumerate(((("shl", 4), ("shl", 8)), (("shr", 4), None))):
+        lines += [f"{magnitude[0]}.b32 a, $2, {magnitude[1]};", "and.b32 a, a, 0x07F007F0;"]
+        if packed.scale == "f32":
+            lines += ["mov.b32 b, 0x7B807B80;", "mul.rn.bf16x2 a, a, b;"]
         else:
-            lines.append(f"{sign[0]}.b32 b, {word}, {sign[1]};")
+            lines.append("mul.rn.bf16x2 a, a, $3;")
+        lines.append("mov.b32 b, $2;" if sign is None else f"{sign[0]}.b32 b, $2, {sign[1]};")
         lines.append(f"lop3.b32 ${i}, a, b, 0x80008000, 0x78;")  # a ^ (b & sign)
-    return "\n".join([*lines, "}"])
+    return lines
+
+
+def _e2m1() -> list[str]:
+    """Two elements alone in a word are multiplied by 2^6 + 2^12 (or 2^2 + 2^8), which copies magnitude and sign."""
+    lines = ["shr.b32 b, $4, 8;"]
+    for i, (source, mask, copies) in enumerate(
+        (
+            ("$4", "0x000F000F", 0x1040),
+            ("$4", "0x00F000F0", 0x0104),
+            ("b", "0x000F000F", 0x1040),
+            ("b", "0x00F000F0", 0x0104),
+        )
+    ):
+        lines += [f"and.b32 a, {source}, {mask};", f"mul.lo.u32 a, a, {copies};", "and.b32 a, a, 0x81C081C0;"]
+        lines.append(f"mul.rn.bf16x2 ${i}, a, $5;")
+    return lines
 
 
 def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool, piece: int = 0, pieces: int = 1) -> jax.Array:
@@ -154,7 +172,7 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool, piece: int 
                             two = _asm(llvm, i32, [scale_words[first // 4], pick], _E8M0_SCALES)
                     scale = _asm(llvm, i32, [two], _BROADCAST[j % 2])
                 struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * outs)})>")
-                constraints = ",".join(["=r"] * outs + ["r", "r"])
+                constraints = ",".join(["=&r"] * outs + ["r", "r"])
                 result = llvm.inline_asm(struct, [word, scale], ptx, constraints)
                 for i in range(outs):
                     value = llvm.extractvalue(i32, result, [i])  # pyright: ignore[reportArgumentType]
@@ -165,10 +183,10 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool, piece: int 
     return convert(*refs)  # pyright: ignore[reportReturnType]
 
 
-# The scales of two words at once, as BF16.
-_E8M0_SCALES = "{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, $2; shl.b32 $0, $0, 7; }"
-# E4M3 bits (a scale has no sign) as BF16 are scale * 2^-120: times 2^127 and 2^100,
-# which with the element's 2^-126 leaves 2^-19.
+# The scales of two words at once, as BF16. E8M0 bytes become exponents, + 64 and at most that of infinity.
+_E8M0_SCALES = """{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, $2; mov.b32 z, 0x00BF00BF; min.u16x2 $0, $0, z;
+mad.lo.u32 $0, $0, 128, 0x20002000; }"""
+# E4M3 bits (a scale has no sign) as BF16 are scale * 2^-120: times 2^127 and 2^100.
 _E4M3_SCALES = """{ .reg .b32 z, p; mov.b32 z, 0; prmt.b32 p, $1, z, $2; shl.b32 p, p, 4;
 mov.b32 z, 0x7F007F00; mul.rn.bf16x2 p, p, z; mov.b32 z, 0x71807180; mul.rn.bf16x2 $0, p, z; }"""
 _BROADCAST = (  # of one half, which the multiplication takes as it is: no instruction
@@ -190,11 +208,8 @@ def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -
         value = _minifloat(jnp.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1), 2, 1)
     if scales is not None:
         scales = scales.astype(jnp.int32)
-        if packed.scale == "e4m3":
-            scales = _minifloat(scales, 4, 3) / NVFP4_FACTOR
-        else:
-            scales = jnp.exp2(scales.astype(jnp.float32) - 127.0)
-        value = value * jnp.repeat(scales, packed.block, axis=1)
+        scales = _minifloat(scales, 4, 3) if packed.scale == "e4m3" else jnp.exp2(scales.astype(jnp.float32) - 127.0)
+        value = value * jnp.repeat(scales / packed.factor, packed.block, axis=1)
     if packed.element == "e4m3":
         value = value.reshape(64, -1, 4, 2, 2).transpose(0, 1, 4, 2, 3)
     else:

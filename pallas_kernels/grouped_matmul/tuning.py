@@ -1,8 +1,9 @@
 """Which configuration a kernel runs with: a table that ships, rows of a user's own table before it.
 
 A rule holds for one kernel and weight format, up to a number of rows per occupied group and, where given, only for
-certain N or K. The first rule that fits decides; nothing is measured here or at trace time. `jmoe bench grouped-matmul
---tune` writes a file of the same form.
+certain N or K, or up to a number of weight rows (N of every group that can have rows): few of them need finer tiles to
+reach all multiprocessors. The first rule that fits decides; nothing is measured here or at trace time. `jmoe bench
+grouped-matmul --tune` writes a file of the same form.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 #: A user's own rules, read once when the first configuration is chosen.
 USER_FILE = Path("~/.config/jmoe/grouped_matmul_sm90.json").expanduser()
 _SHIPPED = Path(__file__).with_name("tuning_sm90.json")
-_FIELDS = {"kernel", "weights", "max_rows", "n", "k", "config"}
+_FIELDS = {"kernel", "weights", "max_rows", "max_weight_rows", "n", "k", "config"}
 
 
 def read_rules(path: str | Path) -> tuple[Mapping[str, Any], ...]:
@@ -65,16 +66,26 @@ def rows_per_group(num_rows: int, num_groups: int) -> int:
 
 
 def lookup(
-    kernel: str, *, weights: str, rows: int, n: int, k: int, extra: Sequence[Mapping[str, Any]] = ()
+    kernel: str,
+    *,
+    weights: str,
+    rows: int,
+    n: int,
+    k: int,
+    weight_rows: int | None = None,
+    extra: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Keyword arguments of the configuration of `kernel`; {} (its defaults) if no rule fits.
 
-    weights: dtype or format name. rows: from `rows_per_group`. extra: rules that come before those that ship.
+    weights: dtype or format name. rows: from `rows_per_group`. weight_rows: N times the groups that can have rows, None
+        where that is unknown. extra: rules that come before those that ship.
     """
     if kernel in _forced.get():
         return dict(_forced.get()[kernel])
     for rule in (*extra, *_rules()):
         if rule["kernel"] != kernel or rule.get("weights", weights) != weights:
+            continue
+        if "max_weight_rows" in rule and (weight_rows is None or weight_rows > rule["max_weight_rows"]):
             continue
         if rows <= rule.get("max_rows", rows) and rule.get("n", n) == n and rule.get("k", k) == k:
             return dict(rule["config"])
