@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +176,18 @@ def test_every_index_is_the_share_of_one_turn():
             mine = [int(share(np.int32(count), np.int32(turn), np.int32(turns))) for turn in range(turns)]
             visited = sorted(turn + i * turns for turn in range(turns) for i in range(mine[turn]))
             assert visited == list(range(max(count, 0))), (count, turns)
+
+
+@needs_kernels
+def test_there_are_no_more_blocks_than_multiprocessors(monkeypatch):
+    """The combine that writes waits in every block for other blocks, so all must be resident."""
+    from pallas_kernels.all_to_all import mosaic_common as common
+
+    smaller = types.SimpleNamespace(platform="gpu", core_count=114)  # an H100 on PCIe
+    monkeypatch.setattr(common.jax, "devices", lambda: [smaller])
+    assert [common.Schedule.for_tokens(t).blocks for t in (0, 1, 7, 8192)] == [1, 1, 7, 114]
+    monkeypatch.undo()
+    assert common.Schedule.for_tokens(8192).blocks == 132
 
 
 @needs_kernels

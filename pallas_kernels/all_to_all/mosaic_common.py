@@ -43,8 +43,14 @@ class Schedule:
 
     @classmethod
     def for_tokens(cls, tokens: int, *, stages: int = 8) -> Schedule:
-        """A block for each token, up to one on each multiprocessor of an H200."""
-        return cls(blocks=max(1, min(132, tokens)), stages=stages)
+        """A block for each token, up to one on each multiprocessor, of which an H200 has 132."""
+        return cls(blocks=max(1, min(132, multiprocessors(), tokens)), stages=stages)
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the GPU that JAX sees; 132 where it sees none and only compiles."""
+    device = jax.devices()[0]
+    return int(getattr(device, "core_count", 0) or 132) if device.platform == "gpu" else 132
 
 
 def stages_for(schedule: Schedule, nbytes: int) -> int:
