@@ -297,3 +297,24 @@ def test_the_kernels_inside_a_host_lower_for_cuda_and_their_peers_are_its_ranks(
     text = exchange_fn(case).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 2 and "push_rows" in text and "combine_rows" in text
     assert text.count("stablehlo.all_to_all") >= 3  # the plan's message, rows there, sums back
+
+
+@pytest.mark.parametrize("backend", ("auto", "nvlink_two_sided"))
+def test_checkpointed_layers_in_a_scan_have_the_gradients_of_layers_one_by_one(backend):
+    quant = QuantConfig(activations="mxfp8", combine_wire="mxfp8")
+    config = MoEConfig(32, 16, 16, 4, dtype="float32", quant=quant)
+    layer = build_moe(config, mesh=mesh_for(Case("nvlink_one_sided", 8)), caps=TWO_HOSTS, backend=backend)
+    params = [init_params(jax.random.key(i), config) for i in range(2)]
+    x = jax.random.normal(jax.random.key(2), (16, 32))
+    add = lambda h, p: h + jax.checkpoint(functools.partial(moe, layer))(p, h)  # noqa: E731
+
+    def scanned(params, x):
+        return jnp.sum(jax.lax.scan(lambda h, p: (add(h, p), None), x, params)[0] ** 2)
+
+    def unrolled(params, x):
+        return jnp.sum(add(add(x, params[0]), params[1]) ** 2)
+
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *params)
+    got = jax.jit(jax.grad(scanned))(stacked, x)
+    want = jax.tree.map(lambda *a: jnp.stack(a), *jax.jit(jax.grad(unrolled))(params, x))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-3, atol=2e-3), got, want)
