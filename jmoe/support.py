@@ -79,7 +79,9 @@ def matmul(activations: str | None, weights: str | None, architecture: str) -> S
     problem = _problem(activations, weights, ARCHITECTURES[architecture])
     able = [i for i in IMPLEMENTATIONS if i.why_not(problem) in (None, triton.missing())]
     chosen = next(i.name for i in able if not i.opt_in)
-    how = [chosen if chosen != "portable" else "XLA", *(f"{i.name} by name" for i in able if i.opt_in)]
+    how = ["XLA" if chosen == "portable" else chosen]
+    if architecture not in RUN_ON:  # there "run" would be said of what only a name chooses, too
+        how += [f"{i.name} by name" for i in able if i.opt_in]
     return Support(_status(architecture), ", ".join(how))
 
 
