@@ -227,6 +227,34 @@ def test_generate_writes_text_and_says_what_it_cost(trained):
         assert expected in done.stdout
 
 
+def test_generate_measures_a_model_of_random_weights(monkeypatch, capsys):
+    import generate
+    import random_checkpoint
+
+    from jmoe.bench.model import TINY
+
+    monkeypatch.setattr(random_checkpoint, "QWEN3_30B_A3B", random_checkpoint.QWEN3_30B_A3B | TINY)
+    sizes = "--layers 2 --batch 2 --prompt-length 8 --max-tokens 3 --devices 2 --weights nvfp4"
+    with jax.numpy_dtype_promotion("standard"):  # Flax's norms rely on promotion
+        generate.main(["--random", *sizes.split()])
+    said = " ".join(capsys.readouterr().out.split())
+    for expected in ("2 layers, experts in nvfp4, on 2 x cpu", "prefill, 2 prompts", "decode, batch 2", "GB a step"):
+        assert expected in said
+
+
+def test_several_wire_formats_are_trained_on_the_same_batches_and_drawn_together(tmp_path):
+    import train
+
+    sizes = "--hidden-size 32 --num-hidden-layers 1 --num-attention-heads 2 --moe-intermediate-size 32 --num-experts 4"
+    steps = "--steps 4 --batch 4 --context 16 --eval-windows 4 --final-windows 4 --devices 2 --quant none mxfp8"
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on promotion
+        result = train.main(["--out", str(tmp_path), *sizes.split(), *steps.split()])
+    plain, quantised = ([h["train"] for h in result["runs"][q]] for q in ("none", "mxfp8"))
+    assert plain[0] == pytest.approx(quantised[0], abs=0.01) and plain != quantised
+    assert result["tokens_per_second"] > 0 and result["mfu"] is None  # a CPU has no datasheet here
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
 def test_the_shipped_model_beats_gzip():
     folder = EXAMPLES / "tiny_model"
     assert sum(f.stat().st_size for f in folder.iterdir()) <= 6_000_000

@@ -134,9 +134,10 @@ def quantised(params: MoEParams, quant: QuantConfig) -> MoEParams:
     return params if fmt is None else jax.jit(lambda p: quantize_params(p, fmt))(params)
 
 
-def roofline_seconds(config: MoEConfig, tokens: int, touched: float, ceilings: Ceilings) -> float:
-    """Least seconds of one rank: its `tokens` tokens times K rows, over `touched` experts; see the module docstring."""
+def roofline_seconds(config: MoEConfig, tokens: int, ceilings: Ceilings, *, ranks: int = 1) -> float:
+    """Least seconds of one of `ranks` ranks with `tokens` tokens each; see the module docstring."""
     d, f, rows = config.hidden_size, config.intermediate_size, tokens * config.num_experts_per_tok
+    touched = touched_experts(config.num_experts, config.num_experts_per_tok, tokens * ranks) / ranks
     quant = config.quant
     fp8 = quant.activations == "fp8_128" and quant.weights == "fp8_128x128"
     rate = ceilings.flops.get("fp8" if fp8 else "bfloat16", ceilings.flops["bfloat16"])
@@ -148,9 +149,9 @@ def roofline_seconds(config: MoEConfig, tokens: int, touched: float, ceilings: C
     return seconds
 
 
-def _touched(config: MoEConfig, params: MoEParams, x: jax.Array) -> int:
-    ids = route(router_logits(x, params.router), config.router, top_k=config.num_experts_per_tok).ids
-    return int((jnp.bincount(ids.reshape(-1), length=config.num_experts) > 0).sum())
+def touched_experts(num_experts: int, top_k: int, tokens: int) -> float:
+    """Experts that get a token, on average, from a router without preferences."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
 def reference(config: MoEConfig, params: MoEParams, x: jax.Array) -> jax.Array:
@@ -195,8 +196,7 @@ class Case:
         """params: in the variant's format."""
         config = dataclasses.replace(config, quant=variant.quant)
         layer = build_moe(config)
-        touched = min(config.num_experts, tokens * config.num_experts_per_tok)
-        guess = 1.5 * roofline_seconds(config, tokens, touched, limits)
+        guess = 1.5 * roofline_seconds(config, tokens, limits)
         calls = SETS if smoke else SETS * math.ceil(max(2, min(MOST_CALLS / SETS, CHAIN_SECONDS / guess)))
         run = jit_donating(chain(lambda x, params: moe_local(layer, params, x), calls=calls))
         x = jax.ShapeDtypeStruct((tokens, config.hidden_size), jnp.bfloat16)
@@ -208,7 +208,7 @@ class Case:
     def measure(self, exact: MoEParams, limits: Ceilings, *, smoke: bool, peers: dict[str, float] | None) -> Record:
         """exact: the BF16 parameters."""
         xs = tuple(_inputs(self.config, self.tokens, SETS))
-        sample, touched = jnp.copy(xs[-1][:SAMPLE]), float(np.mean([_touched(self.config, exact, x) for x in xs]))
+        sample = jnp.copy(xs[-1][:SAMPLE])
         rest, seconds = ((None, self.params),) * SETS, []
         for i in range(2 if smoke else 7):
             jax.block_until_ready(xs)
@@ -231,7 +231,7 @@ class Case:
             self.variant,
             statistics.median(seconds) / self.calls,
             1,
-            roofline_seconds(self.config, self.tokens, touched, limits),
+            roofline_seconds(self.config, self.tokens, limits),
             peers=peers,
             error=error,
             smoke=smoke,
@@ -279,7 +279,6 @@ def measure_ep(
     error = relative_error(
         run(xs[0], spread)[:SAMPLE], reference(config, params, jnp.asarray(np.asarray(xs[0])[:SAMPLE]))
     )
-    rows = min(config.num_experts / ranks, tokens * ranks * config.num_experts_per_tok)
     return _record(
         shape,
         config,
@@ -287,7 +286,7 @@ def measure_ep(
         variant.name,
         timing.median,
         ranks,
-        roofline_seconds(config, tokens, rows, limits),
+        roofline_seconds(config, tokens, limits, ranks=ranks),
         error=error,
         smoke=smoke,
         parameters={"backend": layer.decision(tokens).backend, "wire": layer.decision(tokens).wire},

@@ -29,7 +29,7 @@ import numpy as np
 from jmoe.config import QuantConfig
 
 from .common import NoProgress, Progress, Record, relative_error
-from .layer import Ceilings, ceilings
+from .layer import Ceilings, ceilings, touched_experts
 
 DECODING = ((1, 1024), (8, 1024), (64, 1024), (256, 512))  # (B, tokens that each sequence has already)
 WEIGHTS = (("BF16", None), ("FP8-128", "fp8_128x128"), ("NVFP4", "nvfp4"))
@@ -55,11 +55,6 @@ def example() -> tuple[ModuleType, dict[str, Any]]:
     from random_checkpoint import QWEN3_30B_A3B  # pyright: ignore[reportMissingImports]
 
     return qwen3_moe, QWEN3_30B_A3B
-
-
-def touched_experts(num_experts: int, top_k: int, tokens: int) -> float:
-    """Experts that get a token, on average, from a router without preferences."""
-    return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
 def _nbytes(tree: Any) -> int:

@@ -47,9 +47,11 @@ def depend(first: Any, on: Any) -> Any:
         return first
     never = jnp.stack(tokens).max() == _IMPOSSIBLE
     leaf = leaves[where]
-    start = (0,) * leaf.ndim
-    element = jnp.where(never, jnp.zeros((), leaf.dtype), leaf[start])
-    leaves[where] = lax.dynamic_update_slice(leaf, element.reshape((1,) * leaf.ndim), start)
+    # Read and written at one index that only the device knows: at a constant one XLA rewrites the whole array, which
+    # for 268 MB of activations took a tenth of the time that was measured.
+    start = (never.astype(jnp.int32),) * leaf.ndim
+    element = lax.dynamic_slice(leaf, start, (1,) * leaf.ndim)
+    leaves[where] = lax.dynamic_update_slice(leaf, jnp.where(never, jnp.zeros_like(element), element), start)
     return jax.tree.unflatten(tree, leaves)
 
 
