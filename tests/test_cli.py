@@ -89,7 +89,9 @@ def test_explain_more_ranks_than_this_machine_has(capsys):
 
 def test_explain_several_hosts(capsys):
     _, out, _ = run(capsys, "explain", "deepseek-v3", "--machine", "h200", "--devices", "32", "--hosts", "4")
-    assert "deepep_high_throughput" in out and "several processes or hosts" in out
+    text = " ".join(out.split())
+    assert "several processes or hosts (4 hosts)" in text and "> nvlink_one_sided" in text and "to hosts" in text
+    assert "between 4 hosts, once for each (token, host)" in text
 
 
 def test_explain_a_config_json_or_its_folder(capsys, tmp_path):
@@ -122,6 +124,7 @@ def test_explain_as_json(capsys):
         ),
         (["tiny", "--devices", "0"], "--devices 0 must be at least 1"),
         (["tiny", "--hosts", "2"], "name it with --machine"),
+        (["tiny", "--machine", "h200", "--hosts", "3"], "--hosts 3 for 8 devices; hosts must hold equally many"),
         (["gpt-oss-120b", "--quant", "fp8", "--machine", "h200"], "do not divide hidden_size=2880"),
     ],
 )
