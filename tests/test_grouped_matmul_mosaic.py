@@ -180,6 +180,30 @@ def test_the_kernels_say_why_they_cannot(monkeypatch, changes, reason):
     assert said is None if reason is None else reason in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "bias", "hard", "soft"),
+    [
+        ({}, False, None, None),
+        ({"m": 65536}, False, None, None),
+        ({"m": 65536}, True, "adds no bias", None),
+        ({"m": 8}, False, None, "equal share"),
+        ({"w": "nvfp4"}, True, None, None),
+        ({"w": "nvfp4", "m": 65536}, True, None, "not been timed"),
+        ({"w": "mxfp8"}, False, None, "not been timed"),
+        ({"n": 96}, False, "multiples of 64", None),
+    ],
+)
+def test_gate_and_up_are_joined_where_that_is_possible_and_faster(monkeypatch, changes, bias, hard, soft):
+    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    fields = dict(m=512, n=768, k=2048, groups=128, x="bfloat16", w="bfloat16", out="bfloat16", platform="gpu")
+    problem = Problem(op="forward", **{**fields, "compute_capability": "9.0", **changes})
+    reason = mosaic_entry.why_not_gated(problem, bias=bias)
+    assert reason is None if hard is None else hard in reason
+    if hard is None:
+        reason = mosaic_entry.slower_gated(problem)
+        assert reason is None if soft is None else soft in reason
+
+
 def test_the_kernels_are_refused_on_a_jax_that_cannot_lower_them(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.10.2")
     problem = Problem("forward", 64, 128, 256, 4, "bfloat16", "bfloat16", "bfloat16", "gpu", "9.0")

@@ -24,12 +24,13 @@ def gated_obstacle(
 ) -> str | None:
     """Why `gated_matmul` cannot take these, or is slower than the two steps apart; None where it is the way to go.
 
-    implementation: the one asked for; only "mosaic_sm90" has the fused kernel.
+    implementation: the one asked for; only "mosaic_sm90" has the fused kernel, and who names it gets it slower too.
     """
     if implementation not in (None, "mosaic_sm90"):
         return f"implementation={implementation!r} has no kernel that joins gate and up"
     problem = problem_of("forward", *x.shape[:1], w.shape[2], x.shape[1], w.shape[0], x, w, _dtype(x, out_dtype))
-    return mosaic_entry.why_not_gated(problem, bias=bias)
+    reason = mosaic_entry.why_not_gated(problem, bias=bias)
+    return mosaic_entry.slower_gated(problem) if reason is None and implementation is None else reason
 
 
 def _dtype(x, out_dtype):
