@@ -118,9 +118,10 @@ def test_parts_of_the_groups_sum_to_the_whole_also_in_the_gradients(rng, impleme
     whole = forward_and_gradients(lambda x, w, s: grouped_matmul(x, w, s, implementation=implementation))
     y, dx, dw = whole(x, w, dy, sizes)
     parts = [part(x, w[i : i + 2], dy, i) for i in (0, 2, 4)]
-    np.testing.assert_array_equal(sum(p[0] for p in parts), y)
-    np.testing.assert_array_equal(sum(p[1] for p in parts), dx)
-    np.testing.assert_allclose(np.concatenate([p[2] for p in parts]), dw, rtol=1e-5, atol=1e-5)
+    # Fewer groups may mean other tiles, and some CPUs then sum in another order.
+    ours = sum(p[0] for p in parts), sum(p[1] for p in parts), np.concatenate([p[2] for p in parts])
+    for a, b in zip(ours, (y, dx, dw), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     # An offset whose window reaches past the last group: the groups beyond are empty, those inside do not move.
     np.testing.assert_array_equal(part(x, w[4:], dy, 5)[0][120:], part(x, w[4:][::-1], dy, 4)[0][120:])
 
