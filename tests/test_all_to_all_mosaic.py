@@ -15,7 +15,7 @@ from jmoe import compat
 from jmoe.backends import Engine, dispatch_payload, exchange_for, get_backend
 from jmoe.backends.base import received_valid
 from jmoe.backends.combine import decoder, returned
-from jmoe.backends.engine import ENGINE, ROW_UNIT, engine_reason, remote_write_engine
+from jmoe.backends.engine import ENGINE, ROW_UNIT, UNCONFIRMED, engine_reason, remote_write_engine
 from jmoe.caps import DeviceCaps
 from jmoe.payload import pack, row_layout
 from pallas_kernels.all_to_all import mosaic_encode as encode
@@ -137,11 +137,13 @@ def kernels(ranks, tokens=16):
             [((tokens, 64), bf16), ((tokens, 64), bf16)] + [((3 * ranks,), i32)] * 3,
         ),
     }
-    for name, width in (("mxfp8", 2880), ("nvfp4_token", 2880), ("fp8_128", 4096)):
+    for name, width in (("mxfp8", 2880), ("nvfp4_token", 2880), ("fp8_128", 4096), ("nvfp4_token_4o6", 2048)):
         layout = row_layout(width, name, 4)
         row = encode.PackedRow(layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes)
         cases[name] = (
-            functools.partial(mosaic_push_quantized.push_quantized, fmt=name, layout=row, **common),
+            functools.partial(
+                mosaic_push_quantized.push_quantized, fmt=name, layout=row, apart=name == "fp8_128", **common
+            ),
             [
                 ((tokens, width), bf16),
                 ((tokens, row.row_bytes - row.tail_start), u8),
@@ -251,7 +253,7 @@ def test_the_engine_says_which_devices_it_cannot_serve():
 
 @pytest.mark.parametrize("wire", ["bfloat16", "mxfp8"])
 def test_every_hook_of_an_engine_leads_to_the_same_dispatch(wire):
-    """An engine that moves rows with the portable collectives, through each of its three ways in."""
+    """An engine that moves rows with the portable collectives, through each of its ways in."""
     backend = get_backend("nvlink_one_sided")
     layout = row_layout(64, wire, 2)
     make = functools.partial(
@@ -273,14 +275,20 @@ def test_every_hook_of_an_engine_leads_to_the_same_dispatch(wire):
     def push_encoding(x, ids, weights, plan, exchange, layout):
         if layout.format is None:
             return None
-        rows, counts = push(pack(quantize(x, layout.wire), ids, weights, layout), plan, exchange)
-        return rows[:, : layout.data_bytes], rows[:, layout.data_bytes :], counts
+        return *push(pack(quantize(x, layout.wire), ids, weights, layout), plan, exchange), None
+
+    def push_encoding_apart(x, ids, weights, plan, exchange, layout):
+        if layout.format is None:
+            return None
+        rows, counts, _ = push_encoding(x, ids, weights, plan, exchange, layout)
+        return rows[:, layout.data_bytes :], counts, rows[:, : layout.data_bytes]
 
     engines = [
         None,
         Engine("push", push, ENGINE.reduce),
         Engine("apart", push, ENGINE.reduce, push_apart=push_apart),
         Engine("encoding", push, ENGINE.reduce, push_encoding=push_encoding),
+        Engine("encoding apart", push, ENGINE.reduce, push_encoding=push_encoding_apart),
     ]
 
     def run(x, ids, weights):
@@ -323,7 +331,7 @@ def test_rows_given_back_by_the_kernel_are_the_portable_ones(monkeypatch, name, 
     backend = get_backend(name)
     layout = row_layout(64, "bfloat16", 3)
     exchange = exchange_for(backend, tokens=6, num_ranks=4, num_local=2, top_k=3, axis_name="ep", capacity_factor=0.75)
-    engine = Engine("give back", ENGINE.push, ENGINE.reduce, give_back=ENGINE.give_back)
+    engine = Engine("give back", ENGINE.push, ENGINE.reduce, give_back=UNCONFIRMED.give_back)
 
     def run(x, ids, weights):
         plan = backend.plan(ids, exchange)

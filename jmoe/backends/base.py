@@ -34,9 +34,9 @@ class Engine:
     reduce(y, weights, plan, exchange, out_dtype) -> [T, D]: what `combine` returns for unquantised rows y [N, D]: the
         sum over ranks in rank order (weights None), or of weights [T, K] times rows in order of k (batched); f32
         inside.
-    push_encoding(x [T, D], ids, weights, plan, exchange, layout) -> (data uint8 [N, data_bytes], rest uint8 [N, ...],
-        counts): quantises and packs on the way; the packed rows' bytes, cut behind the data, which the receiver then
-        has as it needs it. None where it cannot do that for these rows and this layout.
+    push_encoding(x [T, D], ids, weights, plan, exchange, layout) -> (rows uint8 [N, row_bytes], counts, None): `push`
+        of the packed rows, quantised and packed on the way, with the same bytes; or (rows without their data, counts,
+        data uint8 [N, data_bytes]). None where it cannot do that for these rows and this layout.
     push_apart(x [T, D], tail uint8 [T, ...], plan, exchange): two arrays at once, ([N, D], [N, ...], counts), so that
         float rows need neither packing nor unpacking; None where it cannot do that.
     give_back(rows [N, W], counts int32 [R] or [E_loc, R], plan, exchange) -> [S, C, W]: what `Backend.give_back`
@@ -51,7 +51,7 @@ class Engine:
     name: str
     push: Callable[[jax.Array, Plan, Exchange], tuple[jax.Array, jax.Array]]
     reduce: Callable[[jax.Array, jax.Array | None, Plan, Exchange, jnp.dtype], jax.Array]
-    push_encoding: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
+    push_encoding: Callable[..., tuple[jax.Array, jax.Array, jax.Array | None] | None] | None = None
     push_apart: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
     give_back: Callable[[jax.Array, jax.Array, Plan, Exchange], jax.Array] | None = None
     prepare: Callable[[Plan, Exchange], Plan] | None = None

@@ -69,7 +69,7 @@ def start(
     if engine is not None and engine.push_encoding is not None:
         sent = engine.push_encoding(x, ids, weights, plan, exchange, layout)
         if sent is not None:
-            return InFlight(sent[1], sent[2], None, sent[0])
+            return InFlight(sent[0], sent[1], None, sent[2])
     if engine is not None and engine.push_apart is not None and layout.format is None:
         assert not isinstance(x, QTensor)  # whose layout names a format
         tail = pack(x[:, :0].astype(layout.dtype), ids, weights, dataclasses.replace(layout, columns=0))

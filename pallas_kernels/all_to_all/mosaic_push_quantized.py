@@ -47,8 +47,10 @@ def reason_not(shape: tuple[int, ...], dtype, fmt: str | BlockFormat) -> str | N
         return f"the kernel quantises {', '.join(KINDS)}, not {jnp.dtype(dtype).name}"
     if shape[-1] % fmt.block:
         return f"blocks of {fmt.block} do not divide rows of {shape[-1]} values"
-    if fmt.data_bytes(shape[-1]) % 16:
-        return f"{fmt.data_bytes(shape[-1])} bytes of data in a row: bulk copies move multiples of 16"
+    if shape[-1] * jnp.dtype(dtype).itemsize % 16 or fmt.data_bytes(shape[-1]) % 16:
+        return (
+            f"rows of {shape[-1]} values, {fmt.data_bytes(shape[-1])} bytes quantised: bulk copies move multiples of 16"
+        )
     return None
 
 
@@ -65,15 +67,16 @@ def push_quantized(
     target: jax.Array | None = None,
     num_ranks: int | None = None,
     num_local: int = 1,
+    apart: bool = False,
     warpgroups: int = 3,
     schedule: Schedule | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """Quantises row t of x and stores the packed row at `[own rank, slot[t, r]]` of rank r, where slot[t, r] >= 0.
 
     x: bf16, f16 or f32 [T, D]. tail: uint8 [T, row_bytes - layout.tail_start], what follows the scales in each row
     (ids, weights); bytes in front of `layout.tail_offset` are overwritten. slot: int32 [T, R]. counts: int32 [R].
-    Returns (data uint8 [R, C, data bytes], the rest of the row uint8 [R, C, row_bytes - data bytes], received counts
-    int32 [R]), filled as `push_rows` does: with the data apart, the receiver need not copy it out of the rows.
+    Returns ([uint8 [R, C, row_bytes]], received counts int32 [R]), filled as `push_rows` does. apart: two arrays, the
+    rows cut behind their data, which the receiver then need not copy out of them (as yet compiled, not run on GPUs).
     Batched form: target int32 [T, K] with slot [T, K], counts [R * E_loc], num_ranks R and num_local E_loc, and results
     as `push_batched` gives them. Raises ValueError for what `reason_not` names.
     """
@@ -91,7 +94,7 @@ def push_quantized(
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_tokens(tokens, stages=9)
     cut = fmt.data_bytes(width)
-    parts = ((0, cut), (cut, row - cut))  # start and size in the packed row
+    parts = ((0, cut), (cut, row - cut)) if apart else ((0, row),)  # start and size in the packed row
     stride = stride_of(row, 1, schedule)
     fitting = min(schedule.stages, SHARED_MEMORY // (row_bytes(x) + stride))
     # A warpgroup frees a stage when it is done with its next row, so it needs two. And a multiple of the warpgroups:
@@ -201,11 +204,11 @@ def push_quantized(
         ],
         **kernel_params(schedule, f"push_{fmt.name}", warpgroups=1 + warpgroups),
     )(x, tail, counts, *tables)
-    outs = [out[:, :size] for out, (_, size) in zip(outs, parts, strict=True)]
+    outs = [out[:, :size] for out, (_, size) in zip(outs, parts, strict=True)]  # fuses into whatever reads the rows
     if target is None:
-        return *(out.reshape(num_ranks, capacity, -1) for out in outs), out_counts
+        return [out.reshape(num_ranks, capacity, -1) for out in outs], out_counts
     counts = out_counts.reshape(num_ranks, num_local).T
-    return *(out.reshape(num_local, num_ranks * capacity, -1) for out in outs), counts
+    return [out.reshape(num_local, num_ranks * capacity, -1) for out in outs], counts
 
 
 def _shared_address(ref) -> ir.Value:
