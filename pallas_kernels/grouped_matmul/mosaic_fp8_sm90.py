@@ -3,9 +3,6 @@
 The matrix unit sums FP8 products with fewer bits than float32 and knows no scales, so every 128 columns of K are
 summed on their own, scaled, and added to the float32 total in ordinary registers. The two multiplying warpgroups take
 turns: one scales while the other's products run. Tiles, boxes and stages are those of mosaic_sm90.py.
-
-Scales come with the stage they belong to. Read from global memory instead they would queue behind all the copies that
-are under way, about two steps, whatever the latency of an idle memory is.
 """
 
 from __future__ import annotations
@@ -52,16 +49,18 @@ _SCALES = 4 * BOX  # floats in shared memory for the row scales of a stage's box
 class Fp8Config:
     """Tiles of block_m x 128. cluster, band, stages, out_slots, prefetch: as in mosaic_sm90.Config.
 
-    turns: the warpgroups issue their products strictly one after the other. Left alone they fall into step, and both
-    wait for the matrix unit, then both scale while it idles.
+    turns: the warpgroups issue their products strictly one after the other, which was no faster on an H200. staged:
+    scales come through shared memory with the stage they belong to (one output slot is then what fits), instead of
+    through registers a step ahead, where they queue behind the copies that are under way.
     """
 
     block_m: int = 256
     stages: int = 4
-    cluster: int = 1
+    cluster: int = 2
     band: int = 0
-    out_slots: int = 1
-    turns: bool = True
+    out_slots: int = 2
+    turns: bool = False
+    staged: bool = False
     prefetch: int = 0
     num_blocks: int | None = None
 
@@ -181,11 +180,11 @@ def _body(
     out,
     a_smem,
     b_smem,
-    sx_smem,
-    sw_smem,
     out_smem,
     full,
     empty,
+    sx_smem=None,
+    sw_smem=None,
     *,
     config: Fp8Config,
     zero_tail,
@@ -209,6 +208,7 @@ def _body(
         return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
 
     boxes_before = c.block_m - BOX  # rows of all boxes but the last
+    last_block = sw.shape[1] - 1
 
     def quad(row):
         return lax.div(row, _QUAD) * _QUAD
@@ -239,11 +239,13 @@ def _body(
                     needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
                 plgpu.copy_gmem_to_smem(weights(weight, n_tile, j)[0], b_smem.at[slot], full.at[slot])
-                for which, (row, width) in enumerate(((first, boxes_before), (last, BOX))):
-                    source = sx.at[j, pl.ds(quad(row), width + _QUAD)]
-                    plgpu.copy_gmem_to_smem(source, sx_smem.at[slot, which, pl.ds(0, width + _QUAD)], full.at[slot])
-                source = sw.at[weight, jnp.minimum(n_tile, sw.shape[1] - 1), pl.ds(quad(j), _QUAD)]
-                plgpu.copy_gmem_to_smem(source, sw_smem.at[slot], full.at[slot])
+                if c.staged:
+                    for which, (row, width) in enumerate(((first, boxes_before), (last, BOX))):
+                        source = sx.at[j, pl.ds(quad(row), width + _QUAD)]
+                        target = sx_smem.at[slot, which, pl.ds(0, width + _QUAD)]
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                    source = sw.at[weight, jnp.minimum(n_tile, last_block), pl.ds(quad(j), _QUAD)]
+                    plgpu.copy_gmem_to_smem(source, sw_smem.at[slot], full.at[slot])
                 if c.prefetch and not interpret:
                     prefetch(weights, tile, following, j, c.prefetch, k_steps)
                 return step + 1
@@ -260,34 +262,41 @@ def _body(
 
         def tile_of(boxes, tile, step, steps):
             """A tile of this many boxes, which is known when the kernel is compiled."""
-            _, first, last, _, group_rows, n_tile = tile
+            weight, first, last, _, group_rows, n_tile = tile
             work = shares(boxes, wg, _TILE_N)
             rows_of = [jnp.where(box < boxes - 1, first + box * BOX, last) for box, _, _ in work]
 
-            def factors(slot, j, box, row):
+            def read(j):
+                """The scales of step j in registers: of the weights, and [64] of each piece of work."""
+                at = jnp.minimum(j, k_steps - 1)
+                scale = sw[jnp.maximum(weight, 0), jnp.minimum(n_tile, last_block), at]
+                return scale, [load_rows(sx.at[at, pl.ds(row, BOX)]) for row in rows_of]
+
+            def staged(slot, j, box, row):
                 """Row scales [64] of a box times the weights' scale."""
                 at = jnp.where(box < boxes - 1, row - quad(first), row - quad(last))
                 rows = sx_smem.at[slot, jnp.where(box < boxes - 1, 0, 1), pl.ds(at, BOX)]
                 return load_rows(rows) * sw_smem[slot, lax.rem(j, _QUAD)]
 
             def per_step(j, carry):
-                step, totals = carry
+                step, now, totals = carry
                 slot = lax.rem(step, c.stages)
+                following = now if c.staged else read(j + 1)
                 plgpu.barrier_wait(full.at[slot])
                 new = []
                 for i, (box, first_column, columns) in enumerate(work):
-                    scale = factors(slot, j, box, rows_of[i])
+                    factor = staged(slot, j, box, rows_of[i]) if c.staged else now[1][i] * now[0]
                     a, b = a_smem.at[slot, pl.ds(box * BOX, BOX)], b_smem.at[slot, pl.ds(first_column, columns)]
                     part = _product(a, b, turns=c.turns, interpret=interpret)
                     if i + 1 == len(work):
                         arrive(empty.at[slot], cluster=c.cluster, interpret=interpret)
-                    new.append(totals[i] + part * lax.broadcast_in_dim(scale, part.shape, (0,)))
-                return step + 1, new
+                    new.append(totals[i] + part * lax.broadcast_in_dim(factor, part.shape, (0,)))
+                return step + 1, following, new
 
             zeros = [
                 plgpu.layout_cast(jnp.zeros((BOX, columns), jnp.float32), plgpu.Layout.WGMMA) for _, _, columns in work
             ]
-            _, totals = lax.fori_loop(0, steps, per_step, (step, zeros))
+            _, _, totals = lax.fori_loop(0, steps, per_step, (step, () if c.staged else read(0), zeros))
             chunk = 0
             for row, (_, first_column, columns), total in zip(rows_of, work, totals, strict=True):
                 value = total.astype(out.dtype)
@@ -345,6 +354,9 @@ def grouped_matmul_fp8(
     else:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
     out_shape = (CONSUMERS, c.out_slots, BOX, SWIZZLE // out_dtype.itemsize)
+    scales = dict(
+        sx_smem=plgpu.SMEM((c.stages, 2, _SCALES), jnp.float32), sw_smem=plgpu.SMEM((c.stages, _QUAD), jnp.float32)
+    )
     kernel = plgpu.kernel(
         functools.partial(_body, config=c, zero_tail=zero_tail, interpret=bool(interpret)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -357,11 +369,10 @@ def grouped_matmul_fp8(
         scratch_types=dict(
             a_smem=row_views((c.stages, c.block_m, _BLOCK), x.dtype, plain=False, interpret=bool(interpret)),
             b_smem=plgpu.SMEM((c.stages, _TILE_N, _BLOCK), w.dtype, transforms=swizzled(w.dtype)),
-            sx_smem=plgpu.SMEM((c.stages, 2, _SCALES), jnp.float32),
-            sw_smem=plgpu.SMEM((c.stages, _QUAD), jnp.float32),
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
-            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 4, num_barriers=c.stages),
+            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + (4 if c.staged else 1), num_barriers=c.stages),
             empty=empty,
+            **(scales if c.staged else {}),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
