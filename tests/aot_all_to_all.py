@@ -1,7 +1,8 @@
 """Compiles the remote-write kernels for several GPUs to machine code without one; run as `python aot_all_to_all.py R`.
 
-Prints one JSON line {"NAME": {"registers", "spilled" bytes, "kernels", "symmetric" buffers}, ...}. Exit status 77 and a
-reason where the CUDA compiler wheels are absent.
+Prints one JSON line {"NAME": {"registers", "spilled" bytes, "kernels", "symmetric" buffers, "groups" of ranks that
+exchange through NCCL}, ...}. R = 16 stands for two hosts of eight. Exit status 77 and a reason where the CUDA compiler
+wheels are absent.
 """
 
 import json
@@ -22,6 +23,7 @@ EXCHANGES = {
     "batched fp8_128": ("low_latency", "fp8_128", 16, 1),
     "inside two hosts": ("nvlink_one_sided", "mxfp8", 128, 2),
 }
+BETWEEN_HOSTS = {"between two hosts": ("nvlink_one_sided", "mxfp8", 128, 2)}  # 16 ranks: no kernel, processes apart
 
 
 def exchange_of(ranks, backend, wire, tokens, hosts, axis):
@@ -43,7 +45,7 @@ def exchange_of(ranks, backend, wire, tokens, hosts, axis):
         num_local=EXPERTS // ranks,
         top_k=TOP_K,
         axis_name=axis,
-        engine=ENGINE if hosts == 1 else hierarchical_engine(ENGINE),
+        engine=ENGINE if hosts == 1 else hierarchical_engine(None if axis == "ep" else ENGINE),
         num_hosts=hosts,
     )
 
@@ -72,7 +74,7 @@ def main(ranks: int) -> int:
         topology = topologies.get_topology_desc(
             platform="cuda",
             topology_name="",
-            topology=f"1x1x{ranks}",
+            topology="1x2x8" if ranks == 16 else f"1x1x{ranks}",
             target_config=TARGET.format(name=name, major=major, cores=cores),
         )
     except Exception as e:
@@ -80,9 +82,9 @@ def main(ranks: int) -> int:
         return 77
     devices = np.array(topology.devices)
     report = {}
-    for label, (backend, wire, tokens, hosts) in EXCHANGES.items():
-        axis = "ep" if hosts == 1 else ("host", "local")
-        mesh = Mesh(devices if hosts == 1 else devices.reshape(hosts, -1), (axis,) if hosts == 1 else axis)
+    for label, (backend, wire, tokens, hosts) in (BETWEEN_HOSTS if ranks == 16 else EXCHANGES).items():
+        axis = "ep" if hosts == 1 or ranks == 16 else ("host", "local")
+        mesh = Mesh(devices, (axis,)) if axis == "ep" else Mesh(devices.reshape(hosts, -1), axis)
         spec = PartitionSpec(axis)
         shapes = [((tokens, HIDDEN), jnp.bfloat16), ((tokens, TOP_K), jnp.int32), ((tokens, TOP_K), jnp.float32)]
         arguments = [
@@ -100,6 +102,7 @@ def main(ranks: int) -> int:
             "spilled": sum(spills),
             "kernels": len(re.findall(r'custom_call_target="mosaic_gpu', program)),
             "symmetric": program.count("S(1)"),  # memory that only NVLink multicast would need
+            "groups": sorted(set(re.findall(r"all-to-all.*replica_groups=({{.*?}}|mesh)", program))),
         }
     print(json.dumps(report))
     return 0
