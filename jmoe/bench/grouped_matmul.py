@@ -2,17 +2,21 @@
 
 T rows, K contraction, N columns, E groups. With many rows per group the figure is TFLOP/s; with few it is GB/s of the
 bytes of the weights that were touched, as a share of the copy bandwidth measured in the same run. The whole operation
-is timed, the schedule of tiles included. torch's CUTLASS kernels are peers where torch is installed.
+is timed, the schedule of tiles included. torch's CUTLASS kernels are peers where torch is installed: both sides run the
+same number of calls back to back, in turns and after the same pause, because a GPU at its power limit slows down.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +26,16 @@ from jax import lax
 from pallas_kernels.grouped_matmul import grouped_matmul, tuning
 from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
 
-from .common import NoProgress, Progress, Record, copy_bandwidth, relative_error, time_chain
+from .common import (
+    NoProgress,
+    Progress,
+    Record,
+    chain,
+    copy_bandwidth,
+    jit_donating,
+    relative_error,
+    time_chain,
+)
 
 CANDIDATES = {
     "prefill": [
@@ -39,6 +52,8 @@ CANDIDATES = {
 }
 DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
 DECODE_ROWS = 64
+PREFILL_CALLS, DECODE_CALLS = 20, 200  # in one chain, and of torch's: 6 to 25 ms
+PAUSE = 0.02  # seconds before each chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,50 +161,73 @@ def _error(x, w, sizes: np.ndarray, groups: int = 3) -> float:
     return relative_error(np.concatenate(actual), np.concatenate(exact))
 
 
-def _torch_seconds(shapes) -> dict[tuple[Shape, str], float]:
-    """torch on the equal shapes, by kind of PEERS, in a process of its own; {} without torch or a GPU."""
-    if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
-        return {}
-    wanted = [s for s in shapes if s.sizes == "equal" and s.active is None]
-    argument = json.dumps([[s.rows, s.k, s.n, s.groups, s.decode] for s in wanted])
-    done = subprocess.run([sys.executable, "-c", _TORCH, argument], capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        return {}
-    seconds = json.loads(done.stdout.splitlines()[-1])
-    return {
-        (s, kind): t for s, times in zip(wanted, seconds, strict=True) for kind, t in zip(PEERS, times, strict=False)
-    }
+class Torch:
+    """torch in a process of its own, which runs a call as often as it is told to; nothing without torch or a GPU."""
+
+    def __init__(self, enabled: bool):
+        found = enabled and jax.default_backend() == "gpu" and importlib.util.find_spec("torch") is not None
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", _TORCH]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) if found else None
+
+    def ask(self, *question) -> float | None:
+        """("load", T, K, N, E, kind) prepares a call, and is None if torch cannot; (calls,) times it, in seconds."""
+        if self.process is None or self.process.stdin is None or self.process.stdout is None:
+            return None
+        try:
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+            return json.loads(self.process.stdout.readline() or "null")
+        except BrokenPipeError:
+            return None
+
+    def close(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 _TORCH = """
 import json, sys, torch
-def seconds(call, calls):
-    times = []
-    for _ in range(6):
-        a, b = torch.cuda.Event(True), torch.cuda.Event(True)
-        a.record(); [call() for _ in range(calls)]; b.record(); torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / calls / 1e3)
-    return sorted(times[1:])[2]
-out = []
-for t, k, n, e, decode in json.loads(sys.argv[1]):
-    x = torch.randn(t, k, device="cuda", dtype=torch.bfloat16, requires_grad=not decode)
-    w = (torch.randn(e, n, k, device="cuda", dtype=torch.bfloat16) * .02).requires_grad_(not decode)
+def load(t, k, n, e, kind):
+    train = "backward" in kind
+    x = torch.randn(t, k, device="cuda", dtype=torch.bfloat16, requires_grad=train)
+    w = (torch.randn(e, n, k, device="cuda", dtype=torch.bfloat16) * .02).requires_grad_(train)
     ends = torch.arange(1, e + 1, device="cuda", dtype=torch.int32) * (t // e)
+    if kind == "fp8":
+        x, w = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).transpose(-2, -1)
+        ones = torch.ones(t, device="cuda"), torch.ones(e, n, device="cuda")
+        return lambda: torch._scaled_grouped_mm(x, w, *ones, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
     product = lambda: torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
-    with torch.no_grad():
-        times = [seconds(product, 20)]
-    if not decode:
-        with torch.no_grad():
-            q, p = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).transpose(-2, -1)
-            ones = torch.ones(t, device="cuda"), torch.ones(e, n, device="cuda")
-        fp8 = lambda: torch._scaled_grouped_mm(q, p, *ones, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True)
-        times.append(seconds(fp8, 20))
-        del q, p
-        dy = torch.randn(t, n, device="cuda", dtype=torch.bfloat16)
-        times.append(seconds(lambda: torch.autograd.grad(product(), (x, w), dy), 10))
-    out.append(times)
-print(json.dumps(out))
+    if not train:
+        return product
+    dy = torch.randn(t, n, device="cuda", dtype=torch.bfloat16)
+    return lambda: torch.autograd.grad(product(), (x, w), dy)
+for line in sys.stdin:
+    first, *rest = json.loads(line)
+    try:
+        if first == "load":
+            call = None
+            call = load(*rest)
+            call(); torch.cuda.synchronize()
+            answer = 1.0
+        else:
+            a, b = torch.cuda.Event(True), torch.cuda.Event(True)
+            a.record(); [call() for _ in range(first)]; b.record(); torch.cuda.synchronize()
+            answer = a.elapsed_time(b) / first / 1e3
+    except Exception:
+        answer = None
+    print(json.dumps(answer), flush=True)
 """
+
+
+def _beside(torch: Torch, calls: int, once, rounds: int = 5) -> tuple[float, float]:
+    """Median seconds of one call, of ours (`once()` is a chain of `calls`) and of torch's, in turns."""
+    ours, theirs = [], []
+    for _ in range(rounds + 1):
+        for run, times in ((once, ours), (lambda: torch.ask(calls), theirs)):
+            time.sleep(PAUSE)
+            times.append(run())
+    return statistics.median(ours[1:]), statistics.median(theirs[1:])
 
 
 def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
@@ -199,16 +237,35 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
     cases = [(s, f) for s in shapes for f in formats if not (f == "fp8" and s.decode)]
     cases += [(s, TRAINING) for s in shapes if not s.decode and s.sizes == "equal" and s.active is None]
     progress.start(len(cases))
-    peers = {} if smoke else _torch_seconds(shapes)
-    copy = copy_bandwidth()
     records = []
-    for i, (shape, fmt) in enumerate(cases):
-        progress.step(f"{fmt} {shape.case}")
-        records.append(_measure(shape, fmt, jax.random.key(i), copy, peers.get((shape, fmt)), smoke))
+    with contextlib.closing(Torch(not smoke)) as torch:
+        copy = copy_bandwidth()
+        for i, (shape, fmt) in enumerate(cases):
+            progress.step(f"{fmt} {shape.case}")
+            records.append(measure(shape, fmt, jax.random.key(i), copy, torch, smoke))
     return records
 
 
-def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds: float | None, smoke: bool) -> Record:
+def _chain_once(step, inputs, calls: int):
+    """A function that runs a chain of at least `calls` calls and returns the seconds of one."""
+    calls = -(-calls // len(inputs)) * len(inputs)
+    run = jit_donating(chain(step, calls=calls))
+    firsts, rest = tuple(i[0] for i in inputs), tuple((None, *i[1:]) for i in inputs)
+    firsts = jax.tree.map(jnp.copy, firsts)
+
+    def once() -> float:
+        nonlocal firsts
+        start = time.perf_counter()
+        firsts, results = run(firsts, rest)
+        jax.block_until_ready((firsts, results))
+        return (time.perf_counter() - start) / calls
+
+    once()
+    return once
+
+
+def measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch: Torch | None, smoke: bool = False) -> Record:
+    """One figure: `fmt` is one of FORMATS or TRAINING; copy: GB/s of the copy bandwidth."""
     rng = np.random.default_rng(0)
     draws = 1 if smoke else 2 if shape.active is None else 16
     x, w = operands(key, shape, fmt)
@@ -216,7 +273,19 @@ def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds:
     # Different groups are active in each call of the chain, so that small shapes do not run from the L2 cache.
     inputs = [(jnp.asarray(s), x, w) for s in sizes]
     call = _train if fmt == TRAINING else _matmul
-    timing = time_chain(lambda s, x, w: call(x, w, s), inputs, calls=2 if smoke else None, repeats=1 if smoke else 5)
+
+    def step(s, x, w):
+        return call(x, w, s)
+
+    peer_seconds = None
+    even = shape.sizes == "equal" and shape.active is None
+    if torch and fmt in PEERS and even and torch.ask("load", shape.rows, shape.k, shape.n, shape.groups, fmt):
+        calls = DECODE_CALLS if shape.decode else PREFILL_CALLS
+        seconds, peer_seconds = _beside(torch, calls, _chain_once(step, inputs, calls))
+    elif smoke:
+        seconds = time_chain(step, inputs, calls=2, repeats=1).median
+    else:
+        seconds = time_chain(step, inputs, calls=DECODE_CALLS if shape.decode else PREFILL_CALLS).median
     flops = 2.0 * shape.rows * shape.k * shape.n * (3 if fmt == TRAINING else 1)
     touched = float(np.mean([(s > 0).sum() for s in sizes]))
     amount, unit = (weight_bytes(w, touched) / 1e9, "GB/s") if shape.decode else (flops / 1e12, "TFLOP/s")
@@ -224,13 +293,13 @@ def _measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch_seconds:
         ceiling, ceiling_name = copy, "copy"
     else:
         ceiling, ceiling_name = DENSE_TFLOPS["fp8" if fmt == "fp8" else "bf16"], "datasheet"
-    peer = amount / torch_seconds if torch_seconds is not None else None
+    peer = None if peer_seconds is None else amount / peer_seconds
     return Record(
         name=fmt,
         case=shape.case,
-        value=amount / timing.median,
+        value=amount / seconds,
         unit=unit,
-        seconds=timing.median,
+        seconds=seconds,
         ceiling=ceiling,
         ceiling_name=ceiling_name,
         peer=peer,
@@ -258,7 +327,7 @@ def tune(progress: Progress | None = None) -> list[Record]:
             with tuning.override({kernel: candidate}):
                 _matmul.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
                 try:
-                    record = _measure(shape, fmt, jax.random.key(i), 1.0, None, False)
+                    record = measure(shape, fmt, jax.random.key(i), 1.0, None)
                 except ValueError:  # does not fit into shared memory, or not this shape
                     continue
             if record.error is not None and record.error < 4e-3:
