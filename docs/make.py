@@ -11,6 +11,7 @@ replaced; the rest of a file is left alone.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
 import re
@@ -19,10 +20,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jmoe import compat, support
 from jmoe.bench import BENCHES
 from jmoe.bench.common import Record, read_json
-from jmoe.formats import FORMATS, bits_per_value
+from jmoe.formats import FORMATS, bits_per_value, dequantize, quantize, sqnr
 
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
@@ -248,8 +253,10 @@ def all_support_text() -> str:
     return "\n\n".join([*parts, "## Refusals", *(f"* {why}" for why in refusals)])
 
 
+@functools.cache
 def formats_text() -> str:
-    """The formats, with what one value costs."""
+    """The formats, with what one value costs and how good it is."""
+    x = np.random.default_rng(0).standard_normal((256, 1024), np.float32).astype(jnp.bfloat16)
     rows = []
     for name, f in FORMATS.items():
         scale = {"f32": "float32", "e8m0": "E8M0", "e4m3": "E4M3"}[f.scale]
@@ -258,8 +265,11 @@ def formats_text() -> str:
         notes += ["4-over-6"] if f.four_over_six else []
         notes += ["power of two"] if f.pow2 else []
         notes += ["rounded down"] if f.scale == "e8m0" and f.rule == "floor" else []
-        rows.append([f"`{name}`", f.element.upper(), block, ", ".join([scale, *notes]), f"{bits_per_value(name):.4g}"])
-    return table(["format", "values", "block", "scales", "bits per value"], rows)
+        q = jax.jit(functools.partial(quantize, fmt=name))(x)  # two programs: a cast and its inverse in one are elided
+        noise = sqnr(x.astype(np.float32), jax.jit(functools.partial(dequantize, dtype=jnp.float32))(q))
+        cells = [f"`{name}`", f.element.upper(), block, ", ".join([scale, *notes])]
+        rows.append([*cells, f"{bits_per_value(name):.4g}", f"{noise:.1f} dB"])
+    return table(["format", "values", "block", "scales", "bits per value", "SQNR of Gaussian data"], rows)
 
 
 def texts(runs: dict[str, list[Record]]) -> dict[Path, str]:
