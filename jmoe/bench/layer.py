@@ -64,7 +64,7 @@ SAMPLE = 4  # tokens that are compared with the float32 reference
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How a layer is quantised. weights_only: the activations stay in BF16."""
+    """How a layer is quantised."""
 
     name: str
     quant: QuantConfig
@@ -346,7 +346,7 @@ def _stock(config: MoEConfig, tokens: int, params: MoEParams, smoke: bool) -> fl
 
 
 def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
-    """Every shape, number of tokens and format; peers first."""
+    """Every shape, format and number of tokens, and then the peers of the shape."""
     progress = progress or NoProgress()
     shapes, tokens = (SMOKE_SHAPES, SMOKE_TOKENS) if smoke else (SHAPES, TOKENS)
     several = len(jax.devices()) > 1
