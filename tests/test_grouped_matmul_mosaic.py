@@ -136,6 +136,7 @@ def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path):
 def test_every_shipped_rule_is_a_valid_configuration_that_fits_into_shared_memory():
     from pallas_kernels.grouped_matmul.mosaic_decode_sm90 import DecodeConfig
     from pallas_kernels.grouped_matmul.mosaic_dequant import Packed
+    from pallas_kernels.grouped_matmul.mosaic_fp8_sm90 import Fp8Config
     from pallas_kernels.grouped_matmul.mosaic_sm90 import SMEM_BYTES, Config
 
     packed = {
@@ -150,6 +151,8 @@ def test_every_shipped_rule_is_a_valid_configuration_that_fits_into_shared_memor
             size = config.smem_bytes(packed.get(rule.get("weights")), parts=parts) * config.per_sm
         elif rule["kernel"] in ("prefill", "gated", "dlhs"):
             size = Config(**rule["config"]).smem_bytes()
+        elif rule["kernel"] == "fp8":
+            size = Fp8Config(**rule["config"]).smem_bytes()
         else:
             continue
         assert size < SMEM_BYTES - 1024, rule
@@ -239,7 +242,15 @@ def test_bf16_products_equal_the_dense_formula_and_nan_stays_in_its_rows(rng, fe
 
 
 @needs_interpreter
-@pytest.mark.parametrize("config", [{"block_n": 192}, {"block_m": 256, "block_n": 128, "cluster": 2}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"block_n": 192},
+        {"block_m": 256, "block_n": 64, "cluster": 2, "lead": 1},
+        {"block_n": 64, "cluster": 2, "share": "weights"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("sizes", [[7, 0, 260, 133], [64, 65, 70, 193]], ids=str)
 def test_tiles_of_every_shape_give_the_dense_products(rng, config, sizes):
     x, w = operands(rng, m=460)
@@ -352,6 +363,18 @@ def test_the_gated_product_of_few_rows_equals_its_formula_with_a_bias(rng, few_b
     config = MoEConfig(hidden_size=64, intermediate_size=64, num_experts=4, num_experts_per_tok=1, activation=kind)
     assert relative(y[:total], gated_activation(jnp.asarray(gate), jnp.asarray(up), config)) < 2e-6
     assert not np.any(y[total:])
+
+
+@needs_interpreter
+@pytest.mark.parametrize("fmt", ["bf16", "mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
+def test_short_rows_of_weights_take_smaller_stages(rng, few_blocks, fmt):
+    x, w = operands(rng, m=60, k=768)
+    q = w if fmt == "bf16" else quantize_weights(w, fmt)
+    sizes = [7, 0, 33, 12]
+    y = mosaic_entry.forward(
+        x, q, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams()
+    )
+    assert relative(y, dense(x, w if fmt == "bf16" else dequantize(q, jnp.float32), sizes)) < 2e-6
 
 
 @needs_interpreter

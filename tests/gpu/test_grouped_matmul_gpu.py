@@ -102,6 +102,8 @@ TILES = [
     {"block_n": 192, "lead": 2},
     {"block_m": 256, "block_n": 128, "prefetch": 4},
     {"block_m": 256, "block_n": 128, "cluster": 2, "lead": 2},
+    {"cluster": 2, "share": "weights"},
+    {"cluster": 2, "share": "weights", "lead": 2, "prefetch": 4},
 ]
 
 
@@ -109,12 +111,13 @@ TILES = [
 @pytest.mark.parametrize("config", TILES, ids=str)
 def test_tiles_of_every_shape_give_the_products_at_edge_sizes(rng, monkeypatch, config, m):
     monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", 0)
-    x, w = normal(rng, m, K), normal(rng, G, N, K)
+    n = 448  # an even number of tiles of 128 and of 256 columns, as clusters want, of which the last is not whole
+    x, w = normal(rng, m, K), normal(rng, G, n, K)
     with tuning.override({"prefill": config}):
         run = jax.jit(lambda x, w, s: mosaic_entry.forward(x, w, s, out_dtype=jnp.bfloat16))
         for kind in ("edges", "zipf", "half in one", "tail"):
             sizes = sizes_of(kind, m, rng)
-            poison(m, N)
+            poison(m, n)
             for _ in range(3):  # what one warpgroup overwrites too early is not overwritten every time
                 y = run(x, w, jnp.asarray(sizes))
                 assert relative(y, exact(x, w, jnp.asarray(sizes))) < 4e-3, kind
@@ -134,11 +137,13 @@ def test_nan_in_one_group_reaches_no_other(rng):
 
 
 @pytest.mark.parametrize("m", [192, 2044])
-@pytest.mark.parametrize("config", [{}, {"cluster": 2}, {"block_m": 128, "turns": False}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"cluster": 1, "block_m": 128}, {"turns": True}, {"staged": True, "out_slots": 1}], ids=str
+)
 def test_fp8_products_equal_those_of_the_dequantised_operands(rng, monkeypatch, config, m):
     monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", 0)
     monkeypatch.setattr(tuning, "lookup", lambda *a, **k: config)
-    x, w = quantize(normal(rng, m, K), "fp8_128"), quantize_weights(normal(rng, G, N, K), "fp8_128x128")
+    x, w = quantize(normal(rng, m, K), "fp8_128"), quantize_weights(normal(rng, G, 512, K), "fp8_128x128")
     for kind in ("edges", "zipf", "tail", "none"):
         sizes = sizes_of(kind, m, rng)
         y = mosaic_entry.forward(x, w, jnp.asarray(sizes), out_dtype=jnp.bfloat16)
@@ -197,6 +202,18 @@ def test_the_gated_product_of_few_rows_or_quantised_weights_with_bias_equals_flo
         halves = [exact(x, plain[:, i], sizes) + of_rows[:, i] for i in (0, 1)]
         expected = gated_product(*halves, Gate(kind)).at[sizes.sum() :].set(0)
         assert relative(y, expected) < 4e-3, (kind, spread)
+
+
+@pytest.mark.parametrize("fmt", [None, "mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
+@pytest.mark.parametrize(("m", "k"), [(60, 768), (193, 768), (60, 4352)])
+def test_k_may_end_within_a_stage(rng, fmt, m, k):
+    n = 448
+    x, w, sizes = normal(rng, m, k), normal(rng, G, n, k), jnp.asarray(sizes_of("edges", m, rng))
+    q = w if fmt is None else quantize_weights(w, fmt)
+    plain = w if fmt is None else dequantize(q, jnp.float32)
+    poison(m, n)
+    y = mosaic_entry.forward(x, q, sizes, out_dtype=jnp.bfloat16)
+    assert relative(y, exact(x, plain, sizes)) < 4e-3
 
 
 @pytest.mark.parametrize(("held", "offset"), [(G, 0), (5, 3), (5, 0)])
