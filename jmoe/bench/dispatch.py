@@ -16,6 +16,7 @@ import functools
 import statistics
 import time
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jmoe.backends import Backend, Exchange, combine, dispatch_payload, exchange
 from jmoe.backends.engine import remote_write_engine
 from jmoe.backends.scales import pack_rows
 from jmoe.payload import RowLayout, row_layout, to_bytes, unpack_data
+from pallas_kernels.all_to_all import ragged_all_to_all
 
 from .common import LINK_GBPS, NoProgress, Progress, Record
 from .plot import lines
@@ -37,6 +39,7 @@ from .timing import depend
 AXIS = "ep"
 DECODE_TOKENS = 256  # the batched form is for decoding
 TOKENS = (1, 16, 128, 512, 2048, 8192, 32768)
+RAGGED_TOKENS = (128, 512, 2048, 8192)  # lax.ragged_all_to_all takes 22 ms of 8192 rows
 WIRES = ("bfloat16", "mxfp8", "nvfp4_token", "fp8_128")
 COMBINE_WIRES = ("bfloat16", "mxfp8")
 SMOKE_BACKENDS = ("nvlink_one_sided", "low_latency")
@@ -271,6 +274,69 @@ class Case:
         )
 
 
+def ragged(bench: Bench, tokens: int, slices: int) -> Record:
+    """`ragged_all_to_all` of T rows to every rank, in `slices` slices for each, against lax.ragged_all_to_all."""
+    num_ranks, hidden = bench.num_ranks, bench.shape.hidden
+    size, pieces = tokens // slices, "1 slice" if slices == 1 else f"{slices} slices"
+
+    def tables():
+        entry = jnp.arange(num_ranks * slices, dtype=jnp.int32)
+        there = lax.axis_index(AXIS).astype(jnp.int32) * tokens + entry % slices * size
+        sizes = jnp.full_like(entry, size)
+        return entry * size, sizes, there, sizes
+
+    def seconds(implementation: Literal["lax"] | None, timer: Timer) -> float:
+        def chain(rows, into):
+            def one(_, carry):  # what was received is sent next
+                x, into = carry
+                return ragged_all_to_all(x, into, *tables(), axis_name=AXIS, implementation=implementation), x
+
+            return lax.fori_loop(0, timer.calls, one, (rows, into))
+
+        run = bench.mapped(chain, donate_argnums=(0, 1))
+        carry = run(rows(), jax.tree.map(jnp.zeros_like, rows()))
+        taken = []
+        for _ in range(timer.repeats):
+            jax.block_until_ready(carry)
+            begin = time.perf_counter()
+            carry = run(*carry)
+            jax.block_until_ready(carry)
+            taken.append((time.perf_counter() - begin) / timer.calls)
+        return statistics.median(taken)
+
+    def rows() -> jax.Array:
+        x = bench.inputs(tokens)[2]
+        return bench.mapped(lambda x: jnp.concatenate([x] * num_ranks))(x)
+
+    def wrong(x):
+        got = ragged_all_to_all(x, jnp.zeros_like(x), *tables(), axis_name=AXIS)
+        want = lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+        return jnp.mean((got != want).astype(jnp.float32))
+
+    on_gpu = jax.default_backend() == "gpu"
+    error = float(np.asarray(bench.mapped(wrong)(rows())).max())
+    mine = seconds(None, bench.timer)
+    peer = seconds("lax", Timer(2, 1, 3)) if on_gpu and num_ranks > 1 else None  # milliseconds each
+    remote = tokens * (num_ranks - 1) if num_ranks > 1 else tokens
+    rate = lambda s: remote * 2 * hidden / s / 1e9  # noqa: E731
+    facts = dict(T=tokens, D=hidden, R=num_ranks, slices=slices)
+    return Record(
+        name=f"ragged_all_to_all, {pieces} for each rank",
+        case=" ".join(f"{k}={v}" for k, v in facts.items()),
+        value=rate(mine),
+        unit="GB/s of remote bytes" if num_ranks > 1 else "GB/s of local bytes",
+        seconds=mine,
+        ceiling=LINK_GBPS if num_ranks > 1 else None,
+        ceiling_name="NVLink 4, one direction" if num_ranks > 1 else "",
+        peer=None if peer is None else rate(peer),
+        peer_name="" if peer is None else "lax.ragged_all_to_all",
+        error=error,
+        error_name="wrong values",
+        meaningful=bench.meaningful,
+        parameters=facts | dict(what="ragged_all_to_all", wire="bfloat16", backend=pieces),
+    )
+
+
 def cases(tokens, wires, backends):
     """(backend name, wire, tokens) of all figures."""
     for t in tokens:
@@ -286,14 +352,19 @@ def run(smoke: bool, progress: Progress | None = None, tokens: tuple[int, ...] =
         ranks = min(8, len(jax.devices()))
         bench = Bench(Shape(256, 4 * ranks, 2), Timer(1, 1, 1), meaningful=False)
         todo = list(cases((8,), ("bfloat16", "mxfp8"), SMOKE_BACKENDS))
+        slices = [(8, 1), (8, 4)]
     else:
         bench = Bench(Shape(), Timer(), meaningful=True)
         todo = list(cases(tokens, WIRES, MEASURED))
-    progress.start(len(todo))
+        slices = [(t, n) for t in tokens if t in RAGGED_TOKENS for n in (1, 32)]
+    progress.start(len(todo) + len(slices))
     records = []
     for name, wire, count in todo:
         progress.step(f"{name} {wire} T={count}")
         records += Case(bench, get_backend(name), wire, count).measure()
+    for count, n in slices:
+        progress.step(f"ragged_all_to_all, {n} slices, T={count}")
+        records.append(ragged(bench, count, n))
     return records
 
 
