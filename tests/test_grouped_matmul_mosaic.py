@@ -167,7 +167,7 @@ def test_every_shipped_rule_is_a_valid_configuration_that_fits_into_shared_memor
         ({"x": "float32"}, "x is float32"),
         ({"w": "float32"}, "w is float32"),
         ({"w": "fp8_128"}, "fp8_128x128 weights"),
-        ({"w": "nvfp4", "k": 192}, "multiples of 128 bytes"),
+        ({"w": "mxfp4", "n": 5760, "k": 2880}, None),
         ({"w": "nvfp4", "op": "dlhs"}, "portable"),
         ({"out": "float8_e4m3fn"}, "out_dtype"),
         ({}, None),
@@ -367,8 +367,9 @@ def test_the_gated_product_of_few_rows_equals_its_formula_with_a_bias(rng, few_b
 
 @needs_interpreter
 @pytest.mark.parametrize("fmt", ["bf16", "mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
-def test_short_rows_of_weights_take_smaller_stages(rng, few_blocks, fmt):
-    x, w = operands(rng, m=60, k=768)
+@pytest.mark.parametrize("k", [768, 320])
+def test_k_may_be_no_multiple_of_a_stage_or_a_swizzle(rng, few_blocks, fmt, k):
+    x, w = operands(rng, m=60, k=k)
     q = w if fmt == "bf16" else quantize_weights(w, fmt)
     sizes = [7, 0, 33, 12]
     y = mosaic_entry.forward(

@@ -205,8 +205,8 @@ def test_the_gated_product_of_few_rows_or_quantised_weights_with_bias_equals_flo
 
 
 @pytest.mark.parametrize("fmt", [None, "mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])
-@pytest.mark.parametrize(("m", "k"), [(60, 768), (193, 768), (60, 4352)])
-def test_k_may_end_within_a_stage(rng, fmt, m, k):
+@pytest.mark.parametrize(("m", "k"), [(60, 768), (193, 768), (60, 4352), (60, 320), (2047, 320)])
+def test_k_may_be_no_multiple_of_a_stage_or_a_swizzle(rng, fmt, m, k):
     n = 448
     x, w, sizes = normal(rng, m, k), normal(rng, G, n, k), jnp.asarray(sizes_of("edges", m, rng))
     q = w if fmt is None else quantize_weights(w, fmt)
