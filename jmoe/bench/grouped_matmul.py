@@ -39,15 +39,23 @@ from .common import (
 
 CANDIDATES = {
     "prefill": [
-        {"block_m": m, "block_n": n, "cluster": c, "band": b}
-        for m, n in ((128, 256), (256, 128), (128, 192))
-        for c in (1, 2)
-        for b in (0, 4)
+        {**tile, "lead": lead, "prefetch": prefetch}
+        for tile in (
+            {},
+            {"block_n": 192},
+            {"cluster": 2, "share": "weights"},
+            {"block_m": 256, "block_n": 128},
+            {"block_m": 256, "block_n": 128, "cluster": 2},
+        )
+        for lead, prefetch in ((0, 0), (2, 0), (2, 4))
     ],
     "decode": [
         {"block_t": t, "consumers": c, "chunks": k, "stages": s, "per_sm": p}
         for t in (8, 16, 32, 64)
-        for c, k, s, p in ((1, 2, 5, 2), (1, 4, 2, 3), (2, 2, 5, 1), (2, 4, 2, 1), (2, 2, 2, 2), (2, 4, 3, 1))
+        for c, k, s, p in (
+            *((1, 2, 5, 2), (1, 4, 2, 3), (2, 2, 5, 1), (2, 4, 2, 1), (2, 2, 2, 2), (2, 4, 3, 1)),
+            *((4, 1, 5, 1), (4, 2, 2, 1)),
+        )
     ],
 }
 DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
