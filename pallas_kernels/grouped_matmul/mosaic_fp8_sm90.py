@@ -36,6 +36,7 @@ from .mosaic_sm90 import (
     swizzled,
     tiles_of_block,
     walk,
+    wasteful,
 )
 from .schedule import Schedule, each_tile, num_tiles, read_boxes
 
@@ -69,6 +70,15 @@ class Fp8Config:
             raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
         if self.prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch={self.prefetch}: choose 0, 1 or 2.")
+
+    def fitted(self, tiles: int) -> Fp8Config:
+        """As mosaic_sm90.Config.fitted."""
+        return dataclasses.replace(self, cluster=1) if wasteful(self.cluster, tiles) else self
+
+    def smem_bytes(self) -> int:
+        """Shared memory of one block with BF16 results, barriers left out."""
+        stage = (self.block_m + _TILE_N) * _BLOCK + (2 * _SCALES + _QUAD) * 4 * self.staged
+        return self.stages * stage + CONSUMERS * self.out_slots * BOX * SWIZZLE
 
 
 #: Hardware barriers of the two multiplying warpgroups' turns; Mosaic itself takes 0 and one for each warpgroup.
@@ -342,7 +352,7 @@ def grouped_matmul_fp8(
 ) -> jax.Array:  # [M, N]
     """Rows of x times the transposed weight of their group. M >= 64; N a multiple of 64, K of 128."""
     (m, k), n = x.shape, w.shape[1]
-    c = config
+    c = config.fitted(pl.cdiv(n, _TILE_N))
     out_dtype = jnp.dtype(out_dtype)
     if m < BOX or n % 64 or k % _BLOCK:
         raise ValueError(

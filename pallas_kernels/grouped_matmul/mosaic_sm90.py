@@ -31,6 +31,11 @@ CONSUMERS = 2
 SMEM_BYTES = 227 * 1024
 
 
+def wasteful(cluster: int, tiles: int) -> bool:
+    """Whether clusters of blocks adjacent along N do over a tenth more than `tiles` tiles."""
+    return -tiles % cluster > 0.1 * tiles
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tile shape and order of the prefill kernel.
@@ -65,6 +70,8 @@ class Config:
             )
         if self.block_k != 64:
             raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
+        if not 0 <= self.lead <= self.stages:
+            raise ValueError(f"lead={self.lead}: choose 0 to {self.stages}, the stages; none gets further alone.")
         if not 0 <= self.prefetch * self.block_k <= 256:
             raise ValueError(f"prefetch={self.prefetch}: choose 0 to 4.")
         if self.share == "weights" and (self.cluster, self.block_m) != (2, 2 * BOX):
@@ -72,6 +79,10 @@ class Config:
                 f"share='weights' with cluster={self.cluster}, block_m={self.block_m}: it is for clusters of two "
                 f"blocks of {2 * BOX} rows."
             )
+
+    def fitted(self, tiles: int) -> Config:
+        """For `tiles` tiles along N: without a cluster, of which one block would have nothing to do too often."""
+        return dataclasses.replace(self, cluster=1, share="rows") if wasteful(self.cluster, tiles) else self
 
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
@@ -444,7 +455,7 @@ def grouped_matmul(
     M >= 64; N and K multiples of 64. zero_tail: without it, rows past the sum of the group sizes are left unwritten.
     """
     (m, k), n = x.shape, w.shape[2 if transposed or gate else 1]
-    c = config
+    c = config.fitted(pl.cdiv(n, config.block_n // (2 if gate else 1)))
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     if m < BOX or n % 64 or k % 64:
         raise ValueError(
