@@ -51,7 +51,7 @@ def kernels():
     from pallas_kernels import quantize as q
 
     how = dict(implementation="mosaic_sm90")
-    x = ((256, 7168), jnp.bfloat16)
+    x = ((16384, 7168), jnp.bfloat16)
     for fmt, spec in q.FORMATS.items():
         if spec.block_rows == 1:
             scale = [((), jnp.float32)] if spec.global_scale == "tensor" else []
@@ -66,7 +66,7 @@ def kernels():
     yield "swiglu", lambda x: q.swiglu_quantize(x, "mxfp8", **how), [x]
     yield "swiglu token", lambda x: q.swiglu_quantize(x, "nvfp4_token", activation="swiglu_oai", **how), [x]
     packed = dict(row_bytes=4112, scale_offset=3584, row_scale_offset=4032, tail_offset=4036, **how)
-    yield "packed", lambda x, t: q.quantize_rows(x, "nvfp4_token", t, **packed), [x, ((256, 16), jnp.int32)]
+    yield "packed", lambda x, t: q.quantize_rows(x, "nvfp4_token", t, **packed), [x, ((16384, 16), jnp.int32)]
     for fmt in ("mxfp8", "mxfp4", "nvfp4_token", "fp8_128"):
         yield f"round trip {fmt}", lambda x, fmt=fmt: q.dequantize(q.quantize(x, fmt, **how), **how), [x]
 

@@ -1,5 +1,6 @@
 """The whole kernels, run thread by thread on the host: addresses, predicates and options against the reference."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,17 @@ import numpy as np
 import pytest
 import quantize_emulator
 
-from pallas_kernels.quantize import FORMATS, api, dequantize, gather_quantize, quantize, quantize_rows, reference
+from pallas_kernels.quantize import (
+    FORMATS,
+    api,
+    dequantize,
+    gather_quantize,
+    mosaic_sm90,
+    quantize,
+    quantize_rows,
+    reference,
+)
+from pallas_kernels.quantize.mosaic_sm90 import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 KERNEL = "mosaic_sm90"
@@ -63,6 +74,18 @@ CASES = [
 def test_the_program_writes_the_references_bytes_and_nothing_else(fmt, shape, options):
     x = rows(*shape)
     same(quantize(x, fmt, **options), want_(x, fmt, **options))
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("fmt", ["mxfp8", "fp8_128", "nvfp4", "nvfp4_4o6"])
+def test_every_division_of_the_work_gives_the_same_bytes(fmt, rounds, monkeypatch):
+    def tuned(task):
+        return dataclasses.replace(task, tuning=Tuning(units=1, rounds=rounds, threads=512))
+
+    monkeypatch.setattr(mosaic_sm90, "tuned", tuned)
+    for shape in ((48, 512), (7, 384)):  # with and without threads that have nothing to do
+        x = rows(*shape)
+        same(quantize(x, fmt), want_(x, fmt))
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "nvfp4_token"])

@@ -430,12 +430,31 @@ def tuned(task: Task, *, decode: bool = False) -> Task:
     """task with the tuning that measured best on an H200 (`jmoe bench quantize`)."""
     if decode:  # 16 bytes of output per thread: whole sectors
         return dataclasses.replace(task, tuning=Tuning(values=8, units=4 if task.fmt.element == "e4m3" else 2))
-    tuning = Tuning(units=1, rounds=16, threads=256) if task.fmt.four_over_six else Tuning()
+    total, tuning = task.all_rows * task.units, Tuning()
     if task.fmt.global_scale == "token":
-        tuning = Tuning()
+        if 128 < task.units <= 256:  # 8192 x 4096: 0.81 of copy with a unit for each thread, 0.75 with two
+            tuning = Tuning(threads=256)
         while task.units > 4 * tuning.threads and tuning.threads < 512:
             tuning = dataclasses.replace(tuning, threads=2 * tuning.threads)
+    elif task.fmt.four_over_six:
+        # As many threads as fit, which makes the assembler use 64 registers: 0.67 of copy, 0.64 with 128 threads.
+        at_once = 1024 * _multiprocessors()
+        tuning = Tuning(units=1)
+        if total >= 4 * at_once:
+            tuning = Tuning(units=1, rounds=pl.cdiv(total, at_once), threads=1024)
+    elif 2**20 <= total < 2**22 and task.flattened() is not task:
+        # Short runs want many small pieces. 8192 x 4096: MXFP8 0.92 of copy (0.89 as below), NVFP4 0.84 (0.79).
+        if task.fmt.element == "e4m3":
+            tuning = Tuning(units=1, threads=512)
+        elif task.fmt.global_scale:
+            tuning = Tuning(units=2)
     return dataclasses.replace(task, tuning=tuning)
+
+
+def _multiprocessors() -> int:
+    """Of this process's GPU; 132 (H200) where it has none and only compiles."""
+    device = jax.devices()[0]
+    return getattr(device, "core_count", None) or 132
 
 
 def _flat_blocks(task: Task) -> int:
