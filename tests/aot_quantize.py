@@ -57,8 +57,10 @@ def kernels():
             scale = [((), jnp.float32)] if spec.global_scale == "tensor" else []
             yield fmt, lambda x, g=None, fmt=fmt: q.quantize(x, fmt, global_scale=g, **how), [x, *scale]
     for dtype in (jnp.float16, jnp.float32):
-        for fmt in ("mxfp8", "nvfp4_token"):
+        for fmt in ("mxfp8", "nvfp4_token", "nvfp4_token_4o6"):
             yield f"{fmt} {dtype.__name__}", lambda x, fmt=fmt: q.quantize(x, fmt, **how), [(x[0], dtype)]
+        scaled = [(x[0], dtype), ((), jnp.float32)]
+        yield f"nvfp4_4o6 {dtype.__name__}", lambda x, g: q.quantize(x, "nvfp4_4o6", global_scale=g, **how), scaled
     yield "nvfp4 dynamic", lambda x: q.quantize(x, "nvfp4", **how), [x]
     swizzled = dict(layout="swizzled", alignment=256, **how)
     yield "mxfp8 swizzled", lambda x, n: q.quantize(x, "mxfp8", num_valid_rows=n, **swizzled), [x, ((), jnp.int32)]
