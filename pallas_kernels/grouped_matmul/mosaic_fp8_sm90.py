@@ -94,9 +94,9 @@ def _first_turn(wg, end: bool = False):
     @plgpu.inline_mgpu()
     def give(ctx):
         del ctx
-        mgpu.utils.inline_ptx(f"bar.{name} {_TURN}, {CONSUMERS * 128};", has_side_effects=True)
+        mgpu.utils.inline_ptx(f"bar.{name} {_TURN}, {CONSUMERS * 128};", has_side_effects=True)  # pyright: ignore
 
-    pl.when(wg == (0 if end else 1))(give)
+    pl.when(wg == (0 if end else 1))(give)  # pyright: ignore[reportArgumentType]
 
 
 def _product(a, b, *, turns: bool, interpret: bool) -> jax.Array:
@@ -140,13 +140,13 @@ def _product(a, b, *, turns: bool, interpret: bool) -> jax.Array:
         wg = mgpu.utils.warpgroup_idx(sync=False)
         struct = llvm.inline_asm(
             llvm.StructType.get_literal([one] * count),
-            [a_start, b_start, wg],
+            [a_start, b_start, wg],  # pyright: ignore[reportArgumentType]
             text,
             ",".join(["=f"] * count + ["l", "l", "r"]),
             has_side_effects=True,
         )
         registers = np.empty((count,), dtype=object)
-        registers[:] = [llvm.extractvalue(one, struct, [i]) for i in range(count)]
+        registers[:] = [llvm.extractvalue(one, struct, [i]) for i in range(count)]  # pyright: ignore[reportArgumentType]
         out = mgpu.FragmentedArray(
             _registers=registers.reshape(fa.WGMMA_LAYOUT_ACC_32BIT.registers_shape((BOX, columns))),
             _layout=fa.WGMMA_LAYOUT_ACC_32BIT,
@@ -154,7 +154,7 @@ def _product(a, b, *, turns: bool, interpret: bool) -> jax.Array:
         )
         return out.to_layout(fa.WGMMA_LAYOUT)
 
-    return multiply(a, b)  # pyright: ignore[reportReturnType]
+    return multiply(a, b)  # pyright: ignore[reportReturnType, reportCallIssue]
 
 
 def _ptx(columns: int, a_step: int, b_step: int, turns: bool) -> str:
@@ -193,8 +193,8 @@ def _body(
     out_smem,
     full,
     empty,
-    sx_smem=None,
-    sw_smem=None,
+    sx_smem: Any = None,
+    sw_smem: Any = None,
     *,
     config: Fp8Config,
     zero_tail,

@@ -157,7 +157,7 @@ def arrive(barrier, *, cluster: int, interpret: bool):
             del ctx
             mgpu.utils.warpgroup_barrier()
 
-        together()
+        together()  # pyright: ignore[reportCallIssue]
     plgpu.barrier_arrive(barrier)
 
 
@@ -171,7 +171,8 @@ def prefetch(windows, tile, following, step, width: int, k_steps: int):
     here = index < pl.cdiv(k_steps, width)
     weight, n_tile = (jnp.where(here, tile[i], following[i]) for i in (0, -1))
     for window in windows(jnp.maximum(weight, 0), n_tile, jnp.where(here, index * width, 0), width):
-        plgpu.async_prefetch(window, predicate=(weight >= 0) & (lax.rem(step, width) == 0))
+        due = (weight >= 0) & (lax.rem(step, width) == 0)
+        plgpu.async_prefetch(window, predicate=due)  # pyright: ignore[reportCallIssue]
 
 
 def follow(wg, ahead):
