@@ -274,9 +274,12 @@ def test_products_with_quantised_weights_equal_those_with_the_dequantised(rng, f
 
 
 @needs_interpreter
-def test_fp8_products_equal_those_of_the_dequantised_operands(rng, few_blocks, monkeypatch):
+@pytest.mark.parametrize("config", [{}, {"cluster": 1, "block_m": 128}, {"staged": True, "out_slots": 1}], ids=str)
+def test_fp8_products_equal_those_of_the_dequantised_operands(rng, monkeypatch, config):
     monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", 0)
-    x, w = operands(rng, m=152, k=256)
+    monkeypatch.setattr(tuning, "lookup", lambda *a, **k: {**config, "num_blocks": 2, "stages": 2})
+    x = operands(rng, m=152, k=640)[0]  # steps of K that are no multiple of the scales that are copied together
+    w = jnp.asarray(rng.standard_normal((4, 256, 640)), jnp.bfloat16)
     qx, qw = quantize(x, "fp8_128"), quantize_weights(w, "fp8_128x128")
     sizes = SIZES["ends inside boxes"]
     y = mosaic_entry.forward(
