@@ -6,17 +6,18 @@ The data streams through registers: no shared memory, no TMA. Units of neighbour
 so a warp reads and writes whole runs of memory; several units per thread keep enough bytes in flight. Formats whose
 scales follow from one block use a flat grid over all units (`_blocks`); per-token NVFP4 gives a row to a warp or to a
 block of threads, keeps the row's packed values in registers, takes the maximum over the row and quantises from the
-registers (`_rows`), so that the input is read once.
+registers (`_rows`), so that the input is read once; 4-over-6 has too much code for that and reads its row again, from
+the cache.
 
 Why Mosaic and not Triton: Pallas' Triton backend is deprecated from JAX 0.11 on; a plain kernel in it reached 3500 GB/s
 for MXFP8, this one 3850. On an H200, as a share of a copy at 3800 to 4010 GB/s in the same run:
 
 16384 x 7168 bfloat16: MXFP8 0.96-1.01, MXFP4 0.99, NVFP4 0.97, NVFP4 per token 0.95, 4-over-6 0.66-0.67, dequantising
-0.88-0.92; plain XLA 0.40 (MXFP8) and 0.33 (NVFP4), torch.compile 0.81 and 0.20 (an earlier run). 8192 x 4096: MXFP8 0.92,
-FP8 128 0.89, NVFP4 0.84, per token 0.81, MXFP4 0.83, dequantising 0.81-0.89. 128 rows in a chain: 5 to 7 us.
+0.88-0.92; in an earlier run plain XLA 0.40 (MXFP8) and 0.33 (NVFP4), torch.compile 0.81 and 0.20. 8192 x 4096: MXFP8
+0.92, FP8 128 0.89, NVFP4 0.84, per token 0.81, MXFP4 0.83, dequantising 0.81-0.89. 128 rows in a chain: 5 to 7 us.
 
-Hopper has no E2M1 conversion: NVFP4 takes 11 instructions for a value and 4-over-6 21, of the 19 issue slots that the
-schedulers have for a value at copy speed.
+At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
+instructions for a value and 4-over-6 21, which explains a share of 0.9 but not the one that is seen.
 """
 
 from __future__ import annotations
