@@ -6,6 +6,7 @@ Letters: M places in expert order, D hidden, E experts held here, F expert width
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def gated_projection(
     apart = functools.partial(_apart, config, implementation)
     w, bias = params.gate_up, params.gate_up_bias
     gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
-    how = dict(bias=bias is not None, out_dtype=config.jnp_dtype, implementation=implementation)
+    how: Any = dict(bias=bias is not None, out_dtype=config.jnp_dtype, implementation=implementation)
     if row_weight is not None or gated_obstacle(rows, w, **how) is not None:
         return apart(rows, through, w, bias, sizes, row_weight)
 
@@ -58,7 +59,8 @@ def gated_projection(
 
         def of_active(*values):
             given = iter(values)
-            return apart(*(next(given) if on else a for on, a in zip(active, floats, strict=True)), sizes, None)
+            rows, through, w, bias = (next(given) if on else a for on, a in zip(active, floats, strict=True))
+            return apart(rows, through, w, bias, sizes, None)
 
         return jax.vjp(of_active, *(a for on, a in zip(active, floats, strict=True) if on))
 
@@ -86,7 +88,7 @@ def quantised_projection(
     that cannot be done, or where gate, up and activation are one kernel.
     """
     fmt, w = config.quant.intermediate, params.gate_up
-    how = dict(bias=False, out_dtype=config.jnp_dtype, implementation=implementation)
+    how: Any = dict(bias=False, out_dtype=config.jnp_dtype, implementation=implementation)
     plain = row_weight is None and params.gate_up_bias is None and config.activation in ("silu", "swiglu_oai")
     if fmt is None or not plain or not get_format(fmt).row_local or gated_obstacle(rows, w, **how) is None:
         return None

@@ -28,7 +28,8 @@ def gated_obstacle(
     """
     if implementation not in (None, "mosaic_sm90"):
         return f"implementation={implementation!r} has no kernel that joins gate and up"
-    problem = problem_of("forward", *x.shape[:1], w.shape[2], x.shape[1], w.shape[0], x, w, _dtype(x, out_dtype))
+    m, k, groups, n = x.shape[0], x.shape[1], w.shape[0], w.shape[2]
+    problem = problem_of("forward", m, n, k, groups, x, w, _dtype(x, out_dtype))
     reason = mosaic_entry.why_not_gated(problem, bias=bias)
     return mosaic_entry.slower_gated(problem) if reason is None and implementation is None else reason
 
@@ -59,5 +60,5 @@ def gated_matmul(
     reason = gated_obstacle(x, w, bias=bias is not None, out_dtype=out_dtype, implementation="mosaic_sm90")
     if reason is not None:
         raise ValueError(f"gated_matmul cannot do this: {reason}; use grouped_matmul and gated_product.")
-    how = dict(bias=bias, group_offset=group_offset, out_dtype=_dtype(x, out_dtype))
-    return mosaic_entry.gated(x, w, group_sizes, gate, **how)
+    dtype = _dtype(x, out_dtype)
+    return mosaic_entry.gated(x, w, group_sizes, gate, bias=bias, group_offset=group_offset, out_dtype=dtype)

@@ -141,7 +141,7 @@ def bounds_of(sizes, scratch, block: int) -> Bounds:
         rows, tiles = start, start.at(None, 0, 4 * num_words(groups))
         write_bounds(Thread(), groups, block, Pointer(sizes), rows, tiles)
 
-    write(sizes, scratch)
+    write(sizes, scratch)  # pyright: ignore[reportCallIssue]
     return Bounds(scratch.at[0], scratch.at[1])
 
 
@@ -368,7 +368,7 @@ def _body(
             else:
                 end, values = accumulate(weight, step)
             values = [finished(value, part, weight, col + wg * c.rows) for part, value in enumerate(values)]
-            value = (gated_product(*values, gate) if gate else values[0]).astype(out.dtype)
+            value = (gated_product(values[0], values[1], gate) if gate else values[0]).astype(out.dtype)
             columns, mine = pl.ds(col + wg * c.rows, c.rows), pl.ds(0, c.rows)
             inside = col + wg * c.rows < n  # single rows are not clipped where a tile reaches over the end of N
             for box in range(boxes):

@@ -116,7 +116,8 @@ def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret, *, gate=No
     from .mosaic_dequant import Packed
 
     (m, k), groups, n = x.shape, w.shape[0], w.shape[-2]
-    data, scales, factors, packed, name = w, None, None, None, str(x.dtype)
+    data: Any = w
+    scales, factors, packed, name = None, None, None, str(x.dtype)
     if isinstance(w, QTensor):
         fmt = w.format
         packed, name = Packed(fmt.element, fmt.scale, fmt.block), _family(fmt)
