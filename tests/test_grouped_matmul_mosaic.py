@@ -385,8 +385,8 @@ def test_k_may_be_no_multiple_of_a_stage_or_a_swizzle(rng, few_blocks, fmt, k):
 @pytest.mark.parametrize(
     ("fmt", "config"),
     [
-        ("nvfp4", dict(block_t=8, consumers=4, chunks=1, overlap=True, pieces=2)),
-        ("mxfp4", dict(block_t=24, consumers=2, chunks=2, overlap=True)),
+        ("nvfp4", dict(block_t=8, consumers=4, chunks=1, pieces=2)),
+        ("mxfp4", dict(block_t=24, consumers=2, chunks=2)),
         ("bf16", dict(block_t=8, consumers=2, chunks=2, rows=32)),
         ("fp8_128x128", dict(block_t=16, consumers=3, chunks=1, rows=32, pieces=2)),
     ],

@@ -38,8 +38,8 @@ class DecodeConfig:
 
     block_t: tokens of a tile. consumers: multiplying warpgroups, each with `rows` rows of the weight. chunks: pieces of
     128 bytes of a weight's row in one stage. per_sm: blocks on one multiprocessor.
-    overlap: prepare the next piece while the matrix unit still works on the last. pieces: parts in which a chunk is
-    dequantised, fewer registers each.
+    pieces: parts in which a chunk is dequantised, with fewer registers each. (To prepare one part while the matrix unit
+    works on the last gained nothing: the other warpgroups do that.)
     rows: 32 gives tiles half as large, for weights that are too few for all multiprocessors; the matrix unit then works
     on 64 rows of which half are left over.
     """
@@ -49,7 +49,6 @@ class DecodeConfig:
     chunks: int = 2
     stages: int = 5
     per_sm: int = 2
-    overlap: bool = False
     pieces: int = 1
     rows: int = _ROWS
     num_blocks: int | None = None
@@ -97,8 +96,7 @@ class DecodeConfig:
         if pieces % self.chunks == 0 or pieces >= 8 * self.chunks:
             return self
         chunks = next(c for c in (4, 2, 1) if c < self.chunks and pieces % c == 0)  # a few scales must fill 16 bytes
-        parts = 2 if self.overlap and chunks == 1 else self.pieces
-        return dataclasses.replace(self, chunks=chunks, stages=self.stages * self.chunks // chunks, pieces=parts)
+        return dataclasses.replace(self, chunks=chunks, stages=self.stages * self.chunks // chunks)
 
     def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2, parts: int = 1) -> int:
         """Shared memory of one block, barriers left out. parts: 2 where gate and up are multiplied together."""
@@ -272,9 +270,6 @@ def _body(
                 a = a_smem.at[wg, :, columns] if interpret else values[:, columns]
                 plgpu.wgmma(acc, a, x_smem.at[slot, (chunk * pieces + piece) * products + i].T)
 
-        def release(step):
-            plgpu.barrier_arrive(empty.at[lax.rem(step, c.stages)])
-
         def accumulate(weight, step):
             """The sums over K in one accumulator each, for formats whose scales are applied to the weights."""
 
@@ -285,24 +280,15 @@ def _body(
                     for i in range(c.chunks * pieces):
                         for part in parts:
                             product(accs[part], part, slot, j, i // pieces, i % pieces)
-                        if c.overlap:
-                            # The weights of the piece before have been read now, those of this one may be in use.
-                            plgpu.wgmma_wait(products * len(parts))
-                            if i == 0:
-                                pl.when(j > 0)(lambda: release(step - 1))
-                        elif packed:
+                        if packed:
                             plgpu.wgmma_wait(0)
-                    if not c.overlap:
-                        plgpu.wgmma_wait(0)
-                        release(step)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[slot])
                     return step + 1
 
                 steps = jnp.where(weight >= 0, k_steps, 0)
                 end = lax.fori_loop(0, steps, per_step, step)
-                values = [acc[...] for acc in accs]
-                if c.overlap:
-                    pl.when(steps > 0)(lambda: release(end - 1))
-                return end, values
+                return end, [acc[...] for acc in accs]
 
             accs = [plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32) for _ in parts]
             return pl.run_scoped(scope, *accs)
