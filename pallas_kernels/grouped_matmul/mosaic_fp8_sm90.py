@@ -43,6 +43,7 @@ from .schedule import Schedule, each_tile, num_tiles, read_boxes
 _BLOCK = 128  # columns of K under one scale, and the depth of one stage
 _TILE_N = 128  # columns of a tile, under one scale of the weights
 _QUAD = 4  # floats in 16 bytes, the least that the copy engine moves and what its places are multiples of
+_LINE = 32  # floats in 128 bytes, which places in shared memory that the copy engine writes are multiples of
 _SCALES = 4 * BOX  # floats in shared memory for the row scales of a stage's boxes, or of its last one
 
 
@@ -52,7 +53,7 @@ class Fp8Config:
 
     turns: the warpgroups issue their products strictly one after the other, which was no faster on an H200. staged:
     scales come through shared memory with the stage they belong to (one output slot is then what fits), instead of
-    through registers a step ahead, where they queue behind the copies that are under way.
+    through registers a step ahead, where they queue behind the copies that are under way. Not yet seen to work on a GPU.
     """
 
     block_m: int = 256
@@ -77,7 +78,7 @@ class Fp8Config:
 
     def smem_bytes(self) -> int:
         """Shared memory of one block with BF16 results, barriers left out."""
-        stage = (self.block_m + _TILE_N) * _BLOCK + (2 * _SCALES + _QUAD) * 4 * self.staged
+        stage = (self.block_m + _TILE_N) * _BLOCK + (2 * _SCALES + _LINE) * 4 * self.staged
         return self.stages * stage + CONSUMERS * self.out_slots * BOX * SWIZZLE
 
 
@@ -255,7 +256,7 @@ def _body(
                         target = sx_smem.at[slot, which, pl.ds(0, width + _QUAD)]
                         plgpu.copy_gmem_to_smem(source, target, full.at[slot])
                     source = sw.at[weight, jnp.minimum(n_tile, last_block), pl.ds(quad(j), _QUAD)]
-                    plgpu.copy_gmem_to_smem(source, sw_smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(source, sw_smem.at[slot, pl.ds(0, _QUAD)], full.at[slot])
                 if c.prefetch and not interpret:
                     prefetch(weights, tile, following, j, c.prefetch, k_steps)
                 return step + 1
@@ -365,7 +366,7 @@ def grouped_matmul_fp8(
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
     out_shape = (CONSUMERS, c.out_slots, BOX, SWIZZLE // out_dtype.itemsize)
     scales = dict(
-        sx_smem=plgpu.SMEM((c.stages, 2, _SCALES), jnp.float32), sw_smem=plgpu.SMEM((c.stages, _QUAD), jnp.float32)
+        sx_smem=plgpu.SMEM((c.stages, 2, _SCALES), jnp.float32), sw_smem=plgpu.SMEM((c.stages, _LINE), jnp.float32)
     )
     kernel = plgpu.kernel(
         functools.partial(_body, config=c, zero_tail=zero_tail, interpret=bool(interpret)),
