@@ -10,11 +10,11 @@ registers (`_rows`), so that the input is read once; 4-over-6 has too much code 
 the cache.
 
 Why Mosaic and not Triton: Pallas' Triton backend is deprecated from JAX 0.11 on; a plain kernel in it reached 3500 GB/s
-for MXFP8, this one 3850. On an H200, as a share of a copy at 3800 to 4010 GB/s in the same run:
+for MXFP8, this one 3900. On an H200 that copies 3983 GB/s, as a share of that, in one run:
 
-16384 x 7168 bfloat16: MXFP8 0.96-1.01, MXFP4 0.99, NVFP4 0.97, NVFP4 per token 0.95, 4-over-6 0.66-0.67, dequantising
-0.88-0.92; in an earlier run plain XLA 0.40 (MXFP8) and 0.33 (NVFP4), torch.compile 0.81 and 0.20. 8192 x 4096: MXFP8
-0.92, FP8 128 0.89, NVFP4 0.84, per token 0.81, MXFP4 0.83, dequantising 0.81-0.89. 128 rows in a chain: 5 to 7 us.
+16384 x 7168 bfloat16: MXFP8 and FP8 128 0.98-0.99, MXFP4 0.98, NVFP4 0.95, NVFP4 per token 0.96, 4-over-6 0.69 and per
+token 0.63, dequantising 0.91-0.94; 2.1 to 3.5 times plain XLA. 8192 x 4096: 0.86-0.90, NVFP4 0.77, 4-over-6 0.60,
+dequantising 0.81-0.86. 128 rows: one kernel, 4 us in a chain.
 
 At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
 instructions for a value and 4-over-6 21, which explains a share of 0.9 but not the one that is seen.
@@ -437,18 +437,19 @@ def tuned(task: Task, *, decode: bool = False) -> Task:
         return dataclasses.replace(task, tuning=Tuning(values=8, units=4 if task.fmt.element == "e4m3" else 2))
     total, tuning = task.all_rows * task.units, Tuning()
     if task.fmt.global_scale == "token":
-        if 128 < task.units <= 256:  # 8192 x 4096: 0.81 of copy with a unit for each thread, 0.75 with two
-            tuning = Tuning(threads=256)
+        if 128 < task.units <= 256 and not task.fmt.four_over_six:
+            tuning = Tuning(threads=256)  # 8192 x 4096: 0.77-0.81 of copy with a unit for each thread, 0.74 with two
         while task.units > 4 * tuning.threads and tuning.threads < 512:
             tuning = dataclasses.replace(tuning, threads=2 * tuning.threads)
     elif task.fmt.four_over_six:
-        # As many threads as fit, which makes the assembler use 64 registers: 0.67 of copy, 0.64 with 128 threads.
+        # One wave of as many threads as fit, which makes the assembler use 64 registers: 0.69 of copy; several waves of
+        # them 0.67, blocks of 128 threads 0.64.
         at_once = 1024 * _multiprocessors()
         tuning = Tuning(units=1)
         if total >= 4 * at_once:
             tuning = Tuning(units=1, rounds=pl.cdiv(total, at_once), threads=1024)
     elif 2**20 <= total < 2**22 and task.flattened() is not task:
-        # Short runs want many small pieces. 8192 x 4096: MXFP8 0.92 of copy (0.89 as below), NVFP4 0.84 (0.79).
+        # Short runs want many small pieces. 8192 x 4096: MXFP8 0.92 of copy (0.89 without), NVFP4 0.84 (0.79).
         if task.fmt.element == "e4m3":
             tuning = Tuning(units=1, threads=512)
         elif task.fmt.global_scale:
