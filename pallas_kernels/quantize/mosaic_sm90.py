@@ -14,7 +14,7 @@ for MXFP8, this one 3900. On an H200 that copies 3983 GB/s, as a share of that, 
 
 16384 x 7168 bfloat16: MXFP8 and FP8 128 0.98-0.99, MXFP4 0.98, NVFP4 0.95, NVFP4 per token 0.96, 4-over-6 0.69 and per
 token 0.63, dequantising 0.91-0.94; 2.1 to 3.5 times plain XLA. 8192 x 4096: 0.86-0.90, NVFP4 0.77, 4-over-6 0.60,
-dequantising 0.81-0.86. 128 rows: one kernel, 4 us in a chain.
+dequantising 0.81-0.86. 128 rows: one kernel, 4 to 7 us in a chain.
 
 At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
 instructions for a value and 4-over-6 21, which explains a share of 0.9 but not the one that is seen.
