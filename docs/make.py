@@ -54,7 +54,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "grouped-matmul",
         "grouped matmul, many rows",
-        ((r"^bf16$", r"T=32768 K=4096 N=3072 E=32$"), (r"^fp8$", r"T=32768 K=4096 N=3072 E=32$")),
+        tuple((f"^{f}$", f"T={t} K=4096 N=3072 E=32$") for f in ("bf16", "fp8") for t in (8192, 32768)),
     ),
     (
         "grouped-matmul",
@@ -353,8 +353,11 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
         : len(columns) + 1
     ]
     for part, column in zip(parts, columns, strict=True):
-        axes = part.subplots(len(column), 1, squeeze=False, height_ratios=[heights[i] for i in column])[:, 0]
-        for ax, i in zip(axes, column, strict=True):
+        rest = tallest - sum(heights[i] for i in column)  # left empty below the shorter column
+        ratios = [*(heights[i] for i in column), max(rest, 1e-3)]
+        axes = part.subplots(len(ratios), 1, squeeze=False, height_ratios=ratios)[:, 0]
+        axes[-1].axis("off")
+        for ax, i in zip(axes, column, strict=False):
             bench, title, group = panels(runs)[i]
             _panel(ax, f"{title}\n{where(runs[bench])}", group, bars[i], colours)
     handles: list = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (JMOE, *colours.values())]
