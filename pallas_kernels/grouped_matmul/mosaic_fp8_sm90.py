@@ -28,7 +28,6 @@ from .mosaic_sm90 import (
     load_rows,
     nth_tile,
     num_sms,
-    prefetch,
     row_views,
     shares,
     store_box,
@@ -49,11 +48,11 @@ _SCALES = 4 * BOX  # floats in shared memory for the row scales of a stage's box
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
-    """Tiles of block_m x 128. cluster, band, stages, out_slots, prefetch: as in mosaic_sm90.Config.
+    """Tiles of block_m x 128. cluster, band, stages, out_slots: as in mosaic_sm90.Config.
 
-    turns: the warpgroups issue their products strictly one after the other, which was no faster on an H200. staged:
-    scales come through shared memory with the stage they belong to (one output slot is then what fits), instead of
-    through registers a step ahead, where they queue behind the copies that are under way. Not yet seen to work on a GPU.
+    staged: scales come through shared memory with the stage they belong to (one output slot is then what fits), instead
+    of through registers a step ahead, where they queue behind the copies that are under way. Not yet seen to work on a
+    GPU.
     """
 
     block_m: int = 256
@@ -61,16 +60,12 @@ class Fp8Config:
     cluster: int = 2
     band: int = 0
     out_slots: int = 2
-    turns: bool = False
     staged: bool = False
-    prefetch: int = 0
     num_blocks: int | None = None
 
     def __post_init__(self):
         if self.block_m not in (2 * BOX, 4 * BOX):
             raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
-        if self.prefetch not in (0, 1, 2):
-            raise ValueError(f"prefetch={self.prefetch}: choose 0, 1 or 2.")
 
     def fitted(self, tiles: int) -> Fp8Config:
         """As mosaic_sm90.Config.fitted."""
@@ -82,25 +77,7 @@ class Fp8Config:
         return self.stages * stage + CONSUMERS * self.out_slots * BOX * SWIZZLE
 
 
-#: Hardware barriers of the two multiplying warpgroups' turns; Mosaic itself takes 0 and one for each warpgroup.
-_TURN = 8
-
-
-def _first_turn(wg, end: bool = False):
-    """The second warpgroup gives the first its first turn; at the end the first takes the one that is left."""
-    from jax.experimental.mosaic import gpu as mgpu
-
-    name = "sync" if end else "arrive"
-
-    @plgpu.inline_mgpu()
-    def give(ctx):
-        del ctx
-        mgpu.utils.inline_ptx(f"bar.{name} {_TURN}, {CONSUMERS * 128};", has_side_effects=True)  # pyright: ignore
-
-    pl.when(wg == (0 if end else 1))(give)  # pyright: ignore[reportArgumentType]
-
-
-def _product(a, b, *, turns: bool, interpret: bool) -> jax.Array:
+def _product(a, b, *, interpret: bool) -> jax.Array:
     """a [64, 128] times b [C, 128] transposed, both in shared memory: [64, C] in registers.
 
     The first of the four instructions overwrites the accumulator. Pallas' own would add to one that has to be zeroed
@@ -137,13 +114,12 @@ def _product(a, b, *, turns: bool, interpret: bool) -> jax.Array:
         )
         one = ir.VectorType.get((1,), ir.F32Type.get())
         count = columns // 2
-        text = _ptx(columns, a_step[1][0] >> 4, b_step[1][0] >> 4, turns)
-        wg = mgpu.utils.warpgroup_idx(sync=False)
+        text = _ptx(columns, a_step[1][0] >> 4, b_step[1][0] >> 4)
         struct = llvm.inline_asm(
             llvm.StructType.get_literal([one] * count),
-            [a_start, b_start, wg],  # pyright: ignore[reportArgumentType]
+            [a_start, b_start],  # pyright: ignore[reportArgumentType]
             text,
-            ",".join(["=f"] * count + ["l", "l", "r"]),
+            ",".join(["=f"] * count + ["l", "l"]),
             has_side_effects=True,
         )
         registers = np.empty((count,), dtype=object)
@@ -158,28 +134,22 @@ def _product(a, b, *, turns: bool, interpret: bool) -> jax.Array:
     return multiply(a, b)  # pyright: ignore[reportReturnType, reportCallIssue]
 
 
-def _ptx(columns: int, a_step: int, b_step: int, turns: bool) -> str:
+def _ptx(columns: int, a_step: int, b_step: int) -> str:
     """128 columns of K in four instructions, waited for. Steps are those of the matrix descriptors."""
-    both = CONSUMERS * 128
     count = columns // 2
     sums = "{" + ",".join(f"${i}" for i in range(count)) + "}"
     lines = [
-        "{ .reg .pred p; .reg .b64 a, b; .reg .b32 turn;",
+        "{ .reg .pred p; .reg .b64 a, b;",
         f"mov.b64 a, ${count}; mov.b64 b, ${count + 1};",
+        "setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;",
     ]
-    if turns:
-        lines.append(f"add.u32 turn, ${count + 2}, {_TURN}; bar.sync turn, {both};")
-    lines.append("setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned;")
     for i in range(4):
         if i:
             lines.append(f"add.s64 a, a, {a_step}; add.s64 b, b, {b_step};")
         if i == 1:
             lines.append("setp.eq.b32 p, 0, 0;")
         lines.append(f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {sums}, a, b, p, 1, 1;")
-    lines.append("wgmma.commit_group.sync.aligned;")
-    if turns:
-        lines.append(f"xor.b32 turn, turn, 1; bar.arrive turn, {both};")
-    return "\n".join([*lines, "wgmma.wait_group.sync.aligned 0; }"])
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
 
 
 def _body(
@@ -228,12 +198,8 @@ def _body(
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        def weights(weight, n_tile, j, steps=1):
-            return [w.at[weight, pl.ds(n_tile * _TILE_N, _TILE_N), pl.ds(j * _BLOCK, steps * _BLOCK)]]
-
-        def per_tile(i, tile, step):
+        def per_tile(tile, step):
             weight, first, last, boxes, _, n_tile = tile
-            following = tile_at(i + 1)
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -249,7 +215,8 @@ def _body(
                     target = a_load.at[slot, pl.ds(box * BOX, BOX)]
                     needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
-                plgpu.copy_gmem_to_smem(weights(weight, n_tile, j)[0], b_smem.at[slot], full.at[slot])
+                columns = pl.ds(n_tile * _TILE_N, _TILE_N)
+                plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
                 if c.staged:
                     for which, (row, width) in enumerate(((first, boxes_before), (last, BOX))):
                         source = sx.at[j, pl.ds(quad(row), width + _QUAD)]
@@ -257,14 +224,11 @@ def _body(
                         plgpu.copy_gmem_to_smem(source, target, full.at[slot])
                     source = sw.at[weight, jnp.minimum(n_tile, last_block), pl.ds(quad(j), _QUAD)]
                     plgpu.copy_gmem_to_smem(source, sw_smem.at[slot, pl.ds(0, _QUAD)], full.at[slot])
-                if c.prefetch and not interpret:
-                    prefetch(weights, tile, following, j, c.prefetch, k_steps)
                 return step + 1
 
-            return following, lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
+            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        _, steps = lax.fori_loop(0, my_tiles, lambda i, carry: per_tile(i, *carry), (tile_at(0), jnp.int32(0)))
-        drain(steps, c.stages, empty)
+        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
@@ -298,7 +262,7 @@ def _body(
                 for i, (box, first_column, columns) in enumerate(work):
                     factor = staged(slot, j, box, rows_of[i]) if c.staged else now[1][i] * now[0]
                     a, b = a_smem.at[slot, pl.ds(box * BOX, BOX)], b_smem.at[slot, pl.ds(first_column, columns)]
-                    part = _product(a, b, turns=c.turns, interpret=interpret)
+                    part = _product(a, b, interpret=interpret)
                     if i + 1 == len(work):
                         arrive(empty.at[slot], cluster=c.cluster, interpret=interpret)
                     new.append(totals[i] + part * lax.broadcast_in_dim(factor, part.shape, (0,)))
@@ -329,12 +293,7 @@ def _body(
                 pl.when(tile[3] == boxes)(functools.partial(tile_of, boxes, tile, step, steps))
             return step + steps
 
-        turns = c.turns and not interpret
-        if turns:
-            _first_turn(wg)
         each_tile(my_tiles, tile_at, per_tile)
-        if turns:
-            _first_turn(wg, end=True)
         plgpu.wait_smem_to_gmem(0)
 
 
