@@ -61,15 +61,16 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
             names = dict.fromkeys(r.ceiling_name for r in group if r.ceiling is not None)
             ax.scatter([c for _, c in ceilings], [y for y, _ in ceilings], marker="|", s=220, color="black", zorder=3)
             ax.scatter([], [], marker="|", s=120, color="black", label="ceiling: " + ", ".join(names))
+        widest = max(v for r in group for v in (r.value, r.ceiling, r.peer) if v is not None)
         for y, r in zip(ys, group, strict=True):
-            ax.annotate(
-                f"{r.value:.4g}", (r.value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-            )
+            inside = r.value > 0.2 * widest  # where neither the bar's end nor a ceiling's mark crosses the digits
+            place = {"xytext": (-4, 0), "ha": "right", "color": "white"} if inside else {"xytext": (4, 0)}
+            ax.annotate(f"{r.value:.4g}", (r.value, y), textcoords="offset points", va="center", fontsize=8, **place)
         ax.set_yticks(list(ys), [f"{r.name}  {r.case}" for r in group], fontsize=8)
         ax.invert_yaxis()
         better = "less is better" if group[0].lower_is_better else "more is better"
         ax.set_xlabel(f"{unit}  ({better})")
-        ax.margins(x=0.12)
+        ax.margins(x=0.12, y=0.01)
         ax.grid(axis="x", alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.35 / (0.45 * len(group) + 0.3)), ncols=3)
