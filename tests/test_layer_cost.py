@@ -1,15 +1,20 @@
 """The predicted time of a layer, and what is decided by it."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
+from jmoe.bench.common import read_json
+from jmoe.bench.layer import VARIANTS
 from jmoe.caps import DeviceCaps
 from jmoe.cli import main
 from jmoe.config import MoEConfig, QuantConfig
 from jmoe.policy import decide, explain
 from jmoe.policy.layer_cost import layer_seconds
 
+ROOT = Path(__file__).parent.parent
 HOPPER = DeviceCaps("gpu", (9, 0), 2, "nvlink", name="NVIDIA H200")
 CPU = DeviceCaps("cpu", None, 2, "host")
 QWEN = MoEConfig(2048, 768, 128, 8)
@@ -67,3 +72,18 @@ def test_quant_auto_sends_what_should_be_faster_and_says_why():
     assert decide(odd, num_ranks=2, tokens=8192, caps=HOPPER).wire == "bfloat16"
     asked = MoEConfig(7168, 2048, 64, 8, quant=QuantConfig(activations="nvfp4_token", wire="fastest"))
     assert decide(asked, num_ranks=2, tokens=8192, caps=HOPPER).wire == "nvfp4_token"
+
+
+def test_predictions_are_within_a_quarter_of_what_was_measured():
+    """Each of tests/data/layer_times.json, and every layer of docs/figures/layer.json where that has been measured."""
+    times = json.loads((ROOT / "tests" / "data" / "layer_times.json").read_text())["records"]
+    cases = [(m, QuantConfig(weights=m["weights"]), m["seconds"]) for m in times]
+    figures = ROOT / "docs" / "figures" / "layer.json"
+    quants = {v.name: v.quant for v in VARIANTS}
+    for r in read_json(figures)[1] if figures.exists() else ():
+        if r.name in quants and r.parameters["R"] == 1:
+            cases.append((r.parameters, quants[r.name], r.seconds))
+    assert len(cases) >= 7
+    for sizes, quant, seconds in cases:
+        config = MoEConfig(sizes["D"], sizes["F"], sizes["E"], sizes["K"], quant=quant)
+        assert 0.75 <= predicted(config, tokens=sizes["T"]).total / seconds <= 1.25, (sizes, quant)
