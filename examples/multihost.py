@@ -51,9 +51,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument("--local-id", type=int, help="the number of this process on its host (0, or SLURM's)")
     p.add_argument("--local-devices", type=int, help="devices of this process; all GPUs that it sees, unless told")
     p.add_argument("--cpu", action="store_true", help="virtual devices of the CPU in place of GPUs")
-    p.add_argument(
-        "--hosts", type=int, help="how many; found by itself, but each process is one on CPUs"
-    )
+    p.add_argument("--hosts", type=int, help="how many; found by itself, but each process is one on CPUs")
     p.add_argument("--backend", default="auto")
     p.add_argument("--quant", default="none", help="format of the experts' input: none, mxfp8, nvfp4_token, ...")
     p.add_argument("--steps", type=int, default=20)
