@@ -33,10 +33,10 @@ class DeviceCaps:
     platform: "gpu", "cpu" or another JAX platform. compute_capability: (9, 0) on Hopper, (10, 0) on Blackwell, None
     where there is none. num_devices: of the mesh. link: how the devices reach each other, see LINKS. kernels: whether
     this JAX can run the GPU kernels (>= 0.11); kernels_reason says why not. name: for people. num_hosts: hosts over
-    which the ranks are spread in equal consecutive blocks, 1 where they are not. local_kernels: whether the remote-write
-    kernels serve the GPUs of one host of a mesh of several. No JAX up to 0.12 has that: its table of peers spans the
-    whole mesh, and from process to process it asks for multicast memory. Opt-in, with an expert axis (hosts, ranks).
-    ragged: whether lax.ragged_all_to_all works between processes.
+    which the ranks are spread in equal consecutive blocks, 1 where they are not. local_kernels: whether the
+    remote-write kernels serve the GPUs of one host of a mesh of several. No JAX up to 0.12 has that: its table of peers
+    spans the whole mesh, and from process to process it asks for multicast memory. Opt-in, with an expert axis (hosts,
+    ranks). ragged: whether lax.ragged_all_to_all works between processes.
     """
 
     platform: str = "cpu"
