@@ -63,6 +63,7 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
             ax.scatter([], [], marker="|", s=120, color="black", label="ceiling: " + ", ".join(names))
         widest = max(v for r in group for v in (r.value, r.ceiling, r.peer) if v is not None)
         for y, r in zip(ys, group, strict=True):
+            assert r.value is not None
             inside = r.value > 0.2 * widest  # where neither the bar's end nor a ceiling's mark crosses the digits
             place = {"xytext": (-4, 0), "ha": "right", "color": "white"} if inside else {"xytext": (4, 0)}
             ax.annotate(f"{r.value:.4g}", (r.value, y), textcoords="offset points", va="center", fontsize=8, **place)
