@@ -11,7 +11,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -366,8 +366,10 @@ def _add_bench(commands) -> None:
 class _Watch:
     """Progress of a benchmark or a self-test on a progress bar."""
 
-    def __init__(self, bar: Progress, first: str = "starting"):
+    def __init__(self, bar: Progress, first: str = "starting", keep: Callable[[list], None] | None = None):
+        """keep: called with all figures so far, each time that there is another."""
         self.bar, self.first, self.task = bar, first, bar.add_task(first, total=None)
+        self.records, self.keep = [], keep
 
     def start(self, total: int) -> None:
         self.bar.update(self.task, total=total)
@@ -376,6 +378,11 @@ class _Watch:
         task = self.bar.tasks[self.task]
         advance = 0 if task.description == self.first else 1
         self.bar.update(self.task, description=description, advance=advance)
+
+    def record(self, record) -> None:
+        self.records.append(record)
+        if self.keep is not None:
+            self.keep(self.records)
 
 
 def _progress(console: Console) -> Progress:
@@ -403,8 +410,16 @@ def _bench(args: argparse.Namespace) -> int:
     if args.tune and not hasattr(module, "tune"):
         raise ValueError(f"bench {args.name} has nothing to tune; --tune goes with grouped-matmul.")
     console = Console()
+
+    environment = common.environment()
+
+    def save(records: list) -> None:
+        if args.json:  # a run that is cut short leaves what it has
+            kept = [dataclasses.replace(r, environment=environment) for r in records]
+            common.write_json(args.json, args.name, kept)
+
     with _progress(console) as bar:
-        watch = _Watch(bar)
+        watch = _Watch(bar, keep=save)
         records = module.tune(watch) if args.tune else module.run(args.smoke, watch)
     environment = common.environment()
     records = [dataclasses.replace(r, environment=environment) for r in records]

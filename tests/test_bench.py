@@ -160,3 +160,19 @@ def test_pictures_are_written_and_refuse_to_show_nothing(tmp_path):
         plot.bars(empty, tmp_path / "x.png")
     with pytest.raises(ValueError, match="no record has a value and the parameter 'T'"):
         plot.lines(empty, tmp_path / "x.png", x="T", x_label="T")
+
+
+def test_a_run_that_is_cut_short_leaves_the_figures_that_it_has(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from jmoe import cli
+
+    def run(smoke, progress):
+        progress.record(Record("a", "c", 1.5, "us"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_bench_module", lambda name: SimpleNamespace(run=run))
+    with pytest.raises(KeyboardInterrupt):
+        cli.main(["bench", "layer", "--json", str(tmp_path / "r.json")])
+    name, (record,) = common.read_json(tmp_path / "r.json")
+    assert name == "layer" and record.value == 1.5 and record.environment["num_devices"] == len(jax.devices())

@@ -24,7 +24,7 @@ def test_the_roofline_counts_operations_of_many_rows_and_touched_weights_of_few(
 
 
 def test_the_smoke_run_of_the_layer_compares_every_format_with_float32(monkeypatch):
-    monkeypatch.setattr(layer, "VARIANTS", (layer.VARIANTS[0], layer.VARIANTS[3]))
+    monkeypatch.setattr(layer, "VARIANTS", (layer.VARIANTS[0], layer.VARIANTS[2]))
     monkeypatch.setattr(layer, "WIRES", layer.WIRES[1:2])
     records = layer.run(True, NoProgress())
     errors = {(r.name, r.parameters["T"]): r.error for r in records if r.error is not None}

@@ -102,6 +102,9 @@ class Progress(Protocol):
     def step(self, description: str) -> None:
         """The next step begins."""
 
+    def record(self, record: Record) -> None:
+        """One figure is known; what `run` returns has it again. A run that is cut short keeps what was told here."""
+
 
 class NoProgress:
     """A `Progress` that nobody watches."""
@@ -110,6 +113,9 @@ class NoProgress:
         pass
 
     def step(self, description: str) -> None:
+        pass
+
+    def record(self, record: Record) -> None:
         pass
 
 

@@ -17,7 +17,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -187,7 +187,7 @@ def measure(
     prompts: tuple[int, int],
     error: float | None,
     smoke: bool = False,
-) -> list[Record]:
+) -> Iterator[Record]:
     """Prefill of `prompts` (B, S), and decoding with each (B, context)."""
     repeats = 1 if smoke else 2
     meaningful = not smoke and jax.default_backend() == "gpu"
@@ -216,15 +216,12 @@ def measure(
     batch, length = prompts
     least = prefill_flops(model.config, batch, length) * tokens / (batch * length) / limits.flops["bfloat16"]
     case = f"{batch} prompts of {length // 2} to {length}"
-    records = [record("prefill", case, tokens, seconds, least, "dense matmul", B=batch)]
+    yield record("prefill", case, tokens, seconds, least, "dense matmul", B=batch)
     for d in decodes:
         seconds = d.seconds(example, model, repeats)
         nbytes = step_bytes(model, d.batch, d.context)
         case = f"batch {d.batch}, context {d.context}"
-        records.append(
-            record("decode", case, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes)
-        )
-    return records
+        yield record("decode", case, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes)
 
 
 def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
@@ -242,8 +239,11 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
         model = module.random_model(config, key=jax.random.key(0))
         error = cache_error(module, model) if error is None else error  # the cache is the same for all
         decoding, steps, prompts = (((1, 8), (4, 8)), 4, (2, 16)) if smoke else (DECODING, STEPS, (PROMPTS, PROMPT))
-        records += measure(
+        figures = measure(
             module, model, name, limits, decoding=decoding, steps=steps, prompts=prompts, error=error, smoke=smoke
         )
+        for record in figures:
+            records.append(record)
+            progress.record(record)
         del model
     return records
