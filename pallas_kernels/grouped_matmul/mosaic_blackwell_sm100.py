@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -252,6 +253,7 @@ def _body(schedule, x, w, extra, out, scratch, *, config, operands, transposed, 
             weight, row0, row1, rows, m_tile, n_tile = tile
             acc_slot = lax.rem(finished, ACC_SLOTS)
             layout = plgpu.Layout.TCGEN05
+            load: Callable[..., jax.Array] = plgpu.load  # whose index JAX 0.10 requires, and 0.12 refuses
             first = n_tile * c.block_n
 
             @pl.when(weight >= 0)
@@ -259,7 +261,7 @@ def _body(schedule, x, w, extra, out, scratch, *, config, operands, transposed, 
                 plgpu.barrier_wait(done.at[acc_slot])
                 by_row = None
                 if "x_factor" in extra:
-                    by_row = plgpu.load(extra["x_factor"].at[m_tile], layout=layout.reduce(1), optimized=False)
+                    by_row = load(extra["x_factor"].at[m_tile], layout=layout.reduce(1), optimized=False)
                 for chunk in range(c.block_n // chunk_n):
                     start = first + chunk * chunk_n
                     at = pl.ds(acc_slot * c.block_n + chunk * chunk_n, chunk_n)
@@ -268,7 +270,7 @@ def _body(schedule, x, w, extra, out, scratch, *, config, operands, transposed, 
                         value = value * lax.broadcast_in_dim(by_row, value.shape, (0,))
                     if "w_factor" in extra:
                         source = extra["w_factor"].at[weight, pl.ds(start, chunk_n)]
-                        by_column = plgpu.load(source, layout=layout.reduce(0), optimized=False)
+                        by_column = load(source, layout=layout.reduce(0), optimized=False)
                         value = value * lax.broadcast_in_dim(by_column, value.shape, (1,))
                     store(value.astype(out.dtype), chunk, row0, row1, rows, pl.ds(start, chunk_n))
                 plgpu.wait_load_tmem()
