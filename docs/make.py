@@ -70,9 +70,17 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         )
         for shape, tokens in (("qwen3-30b-a3b", 8192), ("qwen3-30b-a3b", 64))
     ),
-    ("model", "prefill", ((r"^prefill, BF16", "."), (r"^prefill, FP8", "."))),
-    ("model", "decode, batch 1", ((r"^decode, BF16", r"^batch 1,"), (r"^decode, NVFP4", r"^batch 1,"))),
-    ("model", "decode, batch 64", ((r"^decode, BF16", r"^batch 64,"), (r"^decode, NVFP4", r"^batch 64,"))),
+    ("model", "prefill, Qwen3-30B-A3B shape", ((r"^prefill, BF16", "."), (r"^prefill, FP8", "."))),
+    (
+        "model",
+        "decode, Qwen3-30B-A3B shape, batch 1",
+        ((r"^decode, BF16", r"^batch 1,"), (r"^decode, NVFP4", r"^batch 1,")),
+    ),
+    (
+        "model",
+        "decode, Qwen3-30B-A3B shape, batch 64",
+        ((r"^decode, BF16", r"^batch 64,"), (r"^decode, NVFP4", r"^batch 64,")),
+    ),
 )
 JMOE, PEERS = "#1b6ca8", ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b")  # colours
 MOST = 8  # lines of a benchmark without headlines that fit

@@ -16,7 +16,7 @@ BENCHES = {
     "grouped-matmul": "grouped matmul against the roofline and CUTLASS",
     "layer": "the whole MoE layer",
     "links": "what the order of a dispatch does to the links at 2 to 72 ranks, simulated",
-    "model": "prefill and decode of a whole model",
+    "model": "prefill and decode of a whole model of Qwen3-30B-A3B's shape",
 }
 
 
