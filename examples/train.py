@@ -240,7 +240,8 @@ def plot(result: dict, path: pathlib.Path) -> None:
     fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
     runs = result["runs"]
     for (quant, history), (light, dark) in zip(runs.items(), PAIRS * len(runs), strict=False):
-        mark = f", {quant} dispatch" if len(runs) > 1 else ""
+        name = "unquantised" if quant == "none" else quant
+        mark = f", {name} dispatch" if len(runs) > 1 else ""
         x = [h["bytes"] / 1e6 for h in history]
         seen = [(h["bytes"] / 1e6, h["held_out"]) for h in history if "held_out" in h]
         ax.plot(x, [h["train"] for h in history], color=light, lw=1, label="training batch" + mark)
