@@ -17,7 +17,7 @@ from jmoe.experts import (
     get_experts,
     shared_expert,
 )
-from pallas_kernels.grouped_matmul import row_groups
+from pallas_kernels.grouped_matmul import api, portable, row_groups
 from pallas_kernels.permute import sort_by_expert
 from pallas_kernels.quantize import dequantize, quantize_weights
 
@@ -333,12 +333,13 @@ def test_the_fused_projection_gives_the_same_results_and_gradients_as_the_steps(
     from jmoe.experts import gated
     from pallas_kernels.grouped_matmul import gated_product, grouped_matmul_reference
 
-    def kernel(x, w, sizes, gate, *, bias, out_dtype):
+    def kernel(x, w, sizes, gate, *, bias, out_dtype, zero_tail):
+        assert not zero_tail
         w = dequantize(w, jnp.float32) if fmt else w
         owner = jnp.clip(row_groups(sizes, x.shape[0]), 0, w.shape[0] - 1)
         halves = [grouped_matmul_reference(x, w[:, i], sizes) + bias[owner, i] for i in (0, 1)]
         y = gated_product(*halves, gate).astype(out_dtype)
-        return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], y, 0)
+        return jnp.where((jnp.arange(x.shape[0]) < jnp.sum(sizes))[:, None], y, jnp.nan)
 
     config = make_config(dtype="float32", activation=activation, use_bias=True, quant=QuantConfig(weights=fmt))
     params, (x, ids, weights) = make_params(rng, bias=True), make_rows(rng)
@@ -363,3 +364,35 @@ def test_the_fused_projection_gives_the_same_results_and_gradients_as_the_steps(
     assert calls
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert relative(a, b) < 3e-6
+
+
+@pytest.mark.parametrize("intermediate", [None, "mxfp8", "nvfp4", "nvfp4_token"])
+def test_nothing_depends_on_what_lies_past_the_last_place(rng, monkeypatch, intermediate):
+    """The kernels leave those rows unwritten: here they are NaN. Under differentiation they are written."""
+    config = make_config(dtype="float32", use_bias=True, quant=QuantConfig(intermediate=intermediate))
+    params, (x, ids, weights) = make_params(rng, bias=True), make_rows(rng)
+    assert np.any(ids < 0)
+
+    def outputs():
+        loss = lambda x, w, p: jnp.sum(apply_experts(x, ids, w, p, config) ** 2)  # noqa: E731
+        blocks, valid = x.reshape(E, -1, D), (ids[:, 0] >= 0).reshape(E, -1)
+        return (
+            apply_experts(x, ids, weights, params, config),
+            apply_batched_experts(blocks, valid, params, config),
+            jax.grad(loss, argnums=(0, 1, 2))(x, weights, params),
+        )
+
+    wanted = outputs()
+    poisoned = []
+
+    def forward(x, w, group_sizes, *, zero_tail=True, **options):
+        y = portable.grouped_matmul(x, w, group_sizes, **options)
+        if zero_tail:
+            return y
+        poisoned.append(y.shape)
+        return jnp.where(jnp.arange(y.shape[0])[:, None] < jnp.sum(group_sizes), y, jnp.nan)
+
+    unwritten = dataclasses.replace(api.IMPLEMENTATIONS[-1], name="unwritten", forward=forward)
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (unwritten, *api.IMPLEMENTATIONS))
+    jax.tree.map(np.testing.assert_array_equal, outputs(), wanted)
+    assert len(poisoned) == 4

@@ -32,6 +32,8 @@ def gated_projection(
 ) -> jax.Array:
     """act(gate) * up of each row with its expert, [M, F] of the layer's dtype, not yet quantised.
 
+    Rows past the last place may hold anything.
+
     Arguments:
         rows: [M, D] in expert order, array or QTensor. through: [M, D], takes the gradient where rows is a QTensor.
         sizes: int32 [E]. row_weight: float32 [M, 1], multiplies gate and up (before the bias), or None.
@@ -52,7 +54,7 @@ def gated_projection(
     @jax.custom_vjp
     def together(rows, through, w, bias, sizes):
         del through
-        return gated_matmul(rows, w, sizes, gate, bias=bias, out_dtype=config.jnp_dtype)
+        return gated_matmul(rows, w, sizes, gate, bias=bias, out_dtype=config.jnp_dtype, zero_tail=False)
 
     def forward(*args):
         *floats, sizes = args
@@ -95,9 +97,8 @@ def quantised_projection(
     flat = flat_gate_up(w)
     if flat is None:
         return None
-    both = grouped_matmul(
-        rows, flat, sizes, straight_through=through, out_dtype=config.jnp_dtype, implementation=implementation
-    )  # [M, 2 * F]
+    how = dict(out_dtype=config.jnp_dtype, zero_tail=False, implementation=implementation)
+    both = grouped_matmul(rows, flat, sizes, straight_through=through, **how)  # [M, 2 * F]
     q = swiglu_quantize(
         jax.lax.stop_gradient(both),
         fmt,
@@ -115,7 +116,8 @@ def _apart(config, implementation, rows, through, w, bias, sizes, row_weight):
     dtype, f, num_places = config.jnp_dtype, config.intermediate_size, rows.shape[0]
 
     def matmul(w):
-        return grouped_matmul(rows, w, sizes, straight_through=through, out_dtype=dtype, implementation=implementation)
+        how: Any = dict(out_dtype=dtype, zero_tail=False, implementation=implementation)
+        return grouped_matmul(rows, w, sizes, straight_through=through, **how)
 
     flat = flat_gate_up(w)
     if flat is not None:

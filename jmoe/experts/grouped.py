@@ -12,6 +12,7 @@ order, S rows of one expert in the batched form.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,13 +152,15 @@ def _flat_rows(x):
 
 
 def _compute(x, order, row_weight, params, config, spec, quantize_input, straight_through, implementation):
-    """Unweighted outputs in expert order, [M, D] of the layer's dtype; zero past the last place."""
+    """Unweighted outputs in expert order, [M, D] of the layer's dtype; anything past the last place."""
     dtype, quant, sizes = config.jnp_dtype, config.quant, order.group_sizes
     params = in_dtype(params, dtype)
     num_places = order.source.shape[0]
 
     def matmul(rows, w, through):
-        return grouped_matmul(rows, w, sizes, straight_through=through, out_dtype=dtype, implementation=implementation)
+        # Nobody reads past the last place.
+        how: Any = dict(out_dtype=dtype, zero_tail=False, implementation=implementation)
+        return grouped_matmul(rows, w, sizes, straight_through=through, **how)
 
     rows, through = _input_rows(x, order, params, config, spec, quantize_input, straight_through)
     how = dict(row_weight=row_weight, implementation=implementation)

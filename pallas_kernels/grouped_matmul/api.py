@@ -131,6 +131,7 @@ def problem_of(op, m, n, k, groups, x, w, out_dtype) -> Problem:
 class _Static:
     out_dtype: Any
     implementation: str | None
+    zero_tail: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -138,12 +139,15 @@ def _grouped_matmul(static, x, stand_in, w, group_sizes, group_offset):
     del stand_in
     (m, k), (groups, n, _) = x.shape, w.shape
     chosen = choose(problem_of("forward", m, n, k, groups, x, w, static.out_dtype), static.implementation)
-    return chosen.forward(x, w, group_sizes, group_offset=group_offset, out_dtype=static.out_dtype)
+    return chosen.forward(
+        x, w, group_sizes, group_offset=group_offset, out_dtype=static.out_dtype, zero_tail=static.zero_tail
+    )
 
 
 def _forward(static, x, stand_in, w, group_sizes, group_offset):
     # Only the dtype of the stand-in is needed later: an empty array carries it without keeping the values alive.
     like = None if stand_in is None else jnp.zeros((0,), stand_in.dtype)
+    static = dataclasses.replace(static, zero_tail=True)  # a gradient multiplies with what is there
     return _grouped_matmul(static, x, stand_in, w, group_sizes, group_offset), (x, like, w, group_sizes, group_offset)
 
 
@@ -181,6 +185,7 @@ def grouped_matmul(
     group_offset: jax.Array | int | None = None,
     straight_through: jax.Array | None = None,
     out_dtype=None,
+    zero_tail: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:
     """Multiplies each row with the weight of its group: out[m] = w[group of m] @ x[m], accumulated in float32.
@@ -196,6 +201,8 @@ def grouped_matmul(
         straight_through: for a QTensor x, the float array [M, K] that it was quantised from. Its values are not read;
             it receives the gradient of the dequantised x.
         out_dtype: x's dtype where it is a float array, else float32, unless given.
+        zero_tail: False where nobody reads the rows past the sum: they may then hold anything, and cost nothing. Under
+            differentiation they are zero all the same.
         implementation: a name in IMPLEMENTATIONS, or None for the first of them that can do this.
 
     Returns: [M, N].
@@ -234,5 +241,5 @@ def grouped_matmul(
     if out_dtype is None:
         out_dtype = jnp.float32 if isinstance(x, QTensor) else x.dtype
     offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
-    static = _Static(jnp.dtype(out_dtype), implementation)
+    static = _Static(jnp.dtype(out_dtype), implementation, zero_tail)
     return _grouped_matmul(static, x, straight_through, w, group_sizes, offset)

@@ -47,7 +47,7 @@ def why_not(problem) -> str | None:
     return None
 
 
-def _run(x, w, group_sizes, group_offset, out_dtype, *, transposed: bool, interpret) -> jax.Array:
+def _run(x, w, group_sizes, group_offset, out_dtype, *, transposed: bool, **options) -> jax.Array:
     from .mosaic_blackwell_sm100 import BLOCK_M, BOX, BlackwellConfig, grouped_matmul
 
     m, n = x.shape[0], w.shape[2 if transposed else 1]
@@ -69,17 +69,18 @@ def _run(x, w, group_sizes, group_offset, out_dtype, *, transposed: bool, interp
         config=config,
         out_dtype=jnp.dtype(out_dtype),
         transposed=transposed,
-        interpret=interpret,
+        **options,
     )
     return out[:m]
 
 
-def forward(x, w, group_sizes, *, group_offset=None, out_dtype, interpret=None) -> jax.Array:
+def forward(x, w, group_sizes, *, group_offset=None, out_dtype, zero_tail=True, interpret=None) -> jax.Array:
     """As portable.grouped_matmul; activations in block formats are dequantised where the weights are floats."""
     if not isinstance(w, QTensor):
         x = dequantize(x, w.dtype) if isinstance(x, QTensor) else x
         w = w.astype(x.dtype)
-    return _run(x, w, group_sizes, group_offset, out_dtype, transposed=False, interpret=interpret)
+    how = dict(zero_tail=zero_tail, interpret=interpret)
+    return _run(x, w, group_sizes, group_offset, out_dtype, transposed=False, **how)
 
 
 def dlhs(dy, w, group_sizes, *, group_offset=None, out_dtype, interpret=None) -> jax.Array:

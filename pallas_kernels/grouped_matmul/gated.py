@@ -5,6 +5,8 @@ Letters: M rows, K contraction, F columns of each projection, G groups.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -47,18 +49,19 @@ def gated_matmul(
     bias: jax.Array | None = None,
     group_offset: jax.Array | None = None,
     out_dtype=None,
+    zero_tail: bool = True,
 ) -> jax.Array:
     """gate(w[g, 0] @ x[m] + bias[g, 0]) * (w[g, 1] @ x[m] + bias[g, 1]) for g, the group of row m; all in float32.
 
     Arguments: as of `grouped_matmul`, but w [G, 2, F, K] holds gate and up; bias: [G, 2, F] or None.
 
-    Returns: [M, F]; rows of no group are zero. Neither gate nor up is written to memory, nor rounded. There is no
-    gradient.
+    Returns: [M, F]; rows of no group are zero (see zero_tail). Neither gate nor up is written to memory, nor rounded.
+    There is no gradient.
 
     Raises ValueError with the reason of `gated_obstacle` where it cannot: compute the projections apart there.
     """
     reason = gated_obstacle(x, w, bias=bias is not None, out_dtype=out_dtype, implementation="mosaic_sm90")
     if reason is not None:
         raise ValueError(f"gated_matmul cannot do this: {reason}; use grouped_matmul and gated_product.")
-    dtype = _dtype(x, out_dtype)
-    return mosaic_entry.gated(x, w, group_sizes, gate, bias=bias, group_offset=group_offset, out_dtype=dtype)
+    how: Any = dict(bias=bias, group_offset=group_offset, out_dtype=_dtype(x, out_dtype), zero_tail=zero_tail)
+    return mosaic_entry.gated(x, w, group_sizes, gate, **how)

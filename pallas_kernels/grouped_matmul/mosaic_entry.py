@@ -82,21 +82,22 @@ def _config(kernel: str, cls, weights: str, num_rows: int, num_groups: int, n: i
     return cls(**tuning.lookup(kernel, weights=weights, rows=rows, n=n, k=k, weight_rows=weight_rows))
 
 
-def forward(x, w, group_sizes, *, group_offset=None, out_dtype, interpret=None) -> jax.Array:
+def forward(x, w, group_sizes, *, group_offset=None, out_dtype, zero_tail=True, interpret=None) -> jax.Array:
     """As portable.grouped_matmul. interpret: run in the interpreter of the GPU backend, for tests without a GPU."""
     m, n = x.shape[0], w.shape[1]
     if m == 0 or w.shape[0] == 0:
         return jnp.zeros((m, n), out_dtype)
+    how: dict[str, Any] = dict(zero_tail=zero_tail, interpret=interpret)
     if isinstance(w, QTensor):
         if isinstance(x, QTensor) and _family(x.format) == "fp8_128" and _family(w.format) == "fp8_128x128":
             if tuning.rows_per_group(m, w.shape[0]) > DECODE_ROWS and x.k % 128 == 0:
-                return _fp8(x, w, group_sizes, group_offset, out_dtype, interpret)
-        return _exchanged(_half(x, jnp.bfloat16), w, group_sizes, group_offset, out_dtype, interpret)
+                return _fp8(x, w, group_sizes, group_offset, out_dtype, **how)
+        return _exchanged(_half(x, jnp.bfloat16), w, group_sizes, group_offset, out_dtype, **how)
     x = _half(x, w.dtype)
     w = w.astype(x.dtype)
     if tuning.rows_per_group(m, w.shape[0]) <= DECODE_ROWS:
-        return _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret)
-    return _direct("prefill", x, w, group_sizes, group_offset, out_dtype, interpret=interpret)
+        return _exchanged(x, w, group_sizes, group_offset, out_dtype, **how)
+    return _direct("prefill", x, w, group_sizes, group_offset, out_dtype, **how)
 
 
 def _direct(kernel, x, w, group_sizes, group_offset, out_dtype, *, n=None, **options) -> jax.Array:
@@ -111,7 +112,7 @@ def _direct(kernel, x, w, group_sizes, group_offset, out_dtype, *, n=None, **opt
     return grouped_matmul(x, w, schedule, config=c, out_dtype=jnp.dtype(out_dtype), **options)[:m]
 
 
-def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret, *, gate=None, bias=None) -> jax.Array:
+def _exchanged(x, w, group_sizes, group_offset, out_dtype, *, gate=None, bias=None, **options) -> jax.Array:
     from .mosaic_decode_sm90 import DecodeConfig, grouped_matmul_decode
     from .mosaic_dequant import Packed
 
@@ -146,7 +147,7 @@ def _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret, *, gate=No
         packed=packed,
         gate=gate,
         out_dtype=jnp.dtype(out_dtype),
-        interpret=interpret,
+        **options,
     )
     return out[:m]
 
@@ -159,7 +160,7 @@ def _factors(w: QTensor) -> jax.Array:
     return scale.reshape(scale.shape + (1,) * (2 - scale.ndim))
 
 
-def _fp8(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
+def _fp8(x, w, group_sizes, group_offset, out_dtype, **options) -> jax.Array:
     from .mosaic_fp8_sm90 import Fp8Config, grouped_matmul_fp8
     from .mosaic_sm90 import BOX
 
@@ -170,7 +171,7 @@ def _fp8(x, w, group_sizes, group_offset, out_dtype, interpret) -> jax.Array:
         group_sizes, num_rows=data.shape[0], block=c.block_m, group_offset=group_offset, num_weights=w.shape[0]
     )
     out = grouped_matmul_fp8(
-        data, scale, w.data, w.block_scale, schedule, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret
+        data, scale, w.data, w.block_scale, schedule, config=c, out_dtype=jnp.dtype(out_dtype), **options
     )
     return out[:m]
 
@@ -241,6 +242,7 @@ def gated(
     bias: jax.Array | None = None,
     group_offset=None,
     out_dtype,
+    zero_tail: bool = True,
     interpret=None,
 ) -> jax.Array:
     """gate(x . w[g, 0] + bias[g, 0]) * (x . w[g, 1] + bias[g, 1]) in one kernel; see `why_not_gated`.
@@ -254,8 +256,9 @@ def gated(
     x = _half(x, jnp.bfloat16 if quantised else w.dtype)
     if not quantised:
         w = w.astype(x.dtype)
+    how: dict[str, Any] = dict(zero_tail=zero_tail, interpret=interpret)
     if quantised or tuning.rows_per_group(m, groups) <= DECODE_ROWS:
-        return _exchanged(x, w, group_sizes, group_offset, out_dtype, interpret, gate=gate, bias=bias)
+        return _exchanged(x, w, group_sizes, group_offset, out_dtype, gate=gate, bias=bias, **how)
     if bias is not None:
         raise ValueError("The kernel for many rows per group adds no bias; add it to separate projections.")
-    return _direct("gated", x, w, group_sizes, group_offset, out_dtype, n=f, gate=gate, interpret=interpret)
+    return _direct("gated", x, w, group_sizes, group_offset, out_dtype, n=f, gate=gate, **how)

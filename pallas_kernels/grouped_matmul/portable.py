@@ -155,11 +155,14 @@ def _row_product(x, w, group_sizes, group_offset, out_dtype, block_m, *, contrac
     return _loop(groups, block, lambda g, out: (_group(w, g, dtype), out), tile, lambda g, acc, _: acc, out)
 
 
-def grouped_matmul(x, w, group_sizes, *, group_offset=None, out_dtype, block_m: int | None = None) -> jax.Array:
+def grouped_matmul(
+    x, w, group_sizes, *, group_offset=None, out_dtype, zero_tail: bool = True, block_m: int | None = None
+) -> jax.Array:
     """x [M, K], w [G, N, K] -> [M, N]; either may be a QTensor.
 
-    `block_m`: one of BLOCK_M, None to choose by M and G.
+    `block_m`: one of BLOCK_M, None to choose by M and G. `zero_tail`: rows past the sum are zero in any case.
     """
+    del zero_tail
     return _row_product(x, w, group_sizes, group_offset, out_dtype, block_m, contract=1, columns=w.shape[1])
 
 

@@ -51,8 +51,9 @@ def _half(x, like) -> jax.Array:
     return dequantize(x, like) if isinstance(x, QTensor) else x
 
 
-def forward(x, w, group_sizes, **options) -> jax.Array:
+def forward(x, w, group_sizes, *, zero_tail: bool = True, **options) -> jax.Array:
     """As portable.grouped_matmul. Activations in block formats are dequantised to BF16 first."""
+    del zero_tail  # always written
     from . import triton_sm80
 
     x = _half(x, jnp.bfloat16 if isinstance(w, QTensor) else w.dtype)

@@ -247,3 +247,18 @@ def test_decode_variants_that_no_rule_ships_are_right_at_edge_sizes(rng, fmt, co
             poison(m, n)
             y = mosaic_entry.forward(x, q, sizes, out_dtype=jnp.bfloat16)
             assert relative(y, exact(x, plain, sizes)) < 4e-3, spread
+
+
+@pytest.mark.parametrize("fmt", [None, "nvfp4", "fp8"])
+@pytest.mark.parametrize("m", [96, 2047])
+def test_rows_that_nobody_reads_need_not_be_written(rng, fmt, m):
+    x, w, sizes = normal(rng, m, K), normal(rng, G, N, K), jnp.asarray(sizes_of("tail", m, rng))
+    if fmt == "fp8":
+        x, w = quantize(x, "fp8_128"), quantize_weights(w, "fp8_128x128")
+    elif fmt:
+        w = quantize_weights(w, fmt)
+    whole, part = (
+        mosaic_entry.forward(x, w, sizes, out_dtype=jnp.bfloat16, zero_tail=zero_tail) for zero_tail in (True, False)
+    )
+    total = int(sizes.sum())
+    np.testing.assert_array_equal(np.asarray(part[:total], np.float32), np.asarray(whole[:total], np.float32))
