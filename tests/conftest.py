@@ -6,12 +6,17 @@ if "JMOE_TEST_GPU" not in os.environ:  # the GPU suite (tests/gpu) sets this and
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same examples in every run; JMOE_TEST_RANDOM=1 searches for new ones.
+hypothesis.settings.register_profile("jmoe", derandomize="JMOE_TEST_RANDOM" not in os.environ)
+hypothesis.settings.load_profile("jmoe")
 
 
 @pytest.fixture
