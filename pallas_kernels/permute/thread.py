@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
+from ..choice import on_cuda
 from ..quantize.emit import F, Ops, P, Pointer, U, _asm, _i32
 
 _JAX = tuple(int(p) for p in jax.__version__.split(".")[:2])
@@ -142,22 +142,7 @@ def pick(name: str, implementation: str | None, why_not: str | None, kernel, pla
         raise ValueError(f"implementation='mosaic_sm90' cannot do this: {why_not}; use 'xla' or None.")
     if implementation == "xla" or why_not or (implementation is None and name not in CONFIRMED):
         return plain(args)
-
-    @jax.custom_batching.custom_vmap
-    def batchable(args):
-        return kernel(args)
-
-    @batchable.def_vmap
-    def _(axis_size, in_batched, args):
-        del axis_size
-        leaves, tree = jax.tree.flatten(args)
-        axes = [0 if batched else None for batched in jax.tree.leaves(in_batched)]
-        out = jax.vmap(lambda *leaves: plain(jax.tree.unflatten(tree, leaves)), in_axes=axes)(*leaves)
-        return out, jax.tree.map(lambda _: True, out)
-
-    if implementation == "mosaic_sm90":
-        return batchable(args)
-    return lax.platform_dependent(args, cuda=batchable, default=plain)
+    return on_cuda(kernel, plain, args, always=implementation == "mosaic_sm90")
 
 
 __all__ = ["F", "P", "Pointer", "Thread", "U", "environment_obstacle", "launch", "pick"]

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..choice import on_cuda
 from ..optional_triton import missing
 from . import exact, reference
 from .formats import BlockFormat, get_format
@@ -300,22 +301,7 @@ def _pick(implementation, why: str | None, kernel, plain, args, triton=("it only
         raise ValueError(f"implementation={implementation!r} cannot do this: {why}; use 'reference' or None.")
     if implementation == "reference" or why:
         return plain(args)
-
-    @jax.custom_batching.custom_vmap
-    def batchable(args):
-        return kernel(args)
-
-    @batchable.def_vmap
-    def _(axis_size, in_batched, args):
-        del axis_size
-        leaves, tree = jax.tree.flatten(args)
-        axes = [0 if batched else None for batched in jax.tree.leaves(in_batched)]
-        out = jax.vmap(lambda *leaves: plain(jax.tree.unflatten(tree, leaves)), in_axes=axes)(*leaves)
-        return out, jax.tree.map(lambda _: True, out)
-
-    if implementation is not None:
-        return batchable(args)
-    return lax.platform_dependent(args, cuda=batchable, default=plain)
+    return on_cuda(kernel, plain, args, always=implementation is not None)
 
 
 # ---- operands of the kernels
