@@ -18,7 +18,7 @@ from jax import lax
 
 from ..quantize import FORMATS, BlockFormat, QTensor, dequantize
 from . import tuning
-from .schedule import group_bounds, tile_schedule
+from .schedule import held_bounds, tile_schedule
 
 if TYPE_CHECKING:
     from .gate import Gate
@@ -197,12 +197,7 @@ def drhs(dy, x, group_sizes, *, num_groups: int, group_offset=None, out_dtype, i
     c = _config("drhs", DrhsConfig, str(dy.dtype), m, num_groups, n, x.shape[1])
     rows = max(64, m + -m % 8)
     dy, x = _pad_rows(dy, rows), _pad_rows(x, rows)
-    starts, ends = group_bounds(group_sizes, rows)
-    if group_offset is not None:
-        # Groups past the end of group_sizes are empty; padded first, because dynamic_slice moves a window back inside.
-        starts, ends = (
-            lax.dynamic_slice(jnp.pad(a, (0, num_groups)), (group_offset,), (num_groups,)) for a in (starts, ends)
-        )
+    starts, ends = held_bounds(group_sizes, rows, group_offset, num_groups)
     return grouped_matmul_drhs(dy, x, starts, ends, config=c, out_dtype=jnp.dtype(out_dtype), interpret=interpret)
 
 

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..quantize import QTensor, dequantize
+from .schedule import held_bounds
 
 BLOCK_M = (8, 16, 32, 64, 128, 256, 512)  # advertised tile heights
 CPU_MAX_BLOCK_M = 128  # taller tiles waste more at the ends of groups than they gain there; on GPUs a turn is dear
@@ -56,15 +57,8 @@ class Groups(NamedTuple):
 
 def local_groups(group_sizes: jax.Array, group_offset: jax.Array | None, num_local: int, num_rows: int) -> Groups:
     """Row ranges of groups offset..offset+num_local; groups past the end of `group_sizes` are empty."""
-    sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
-    ends = jnp.minimum(jnp.cumsum(sizes), num_rows)
-    starts = jnp.minimum(jnp.cumsum(sizes) - sizes, num_rows)
+    starts, ends = held_bounds(group_sizes, num_rows, group_offset, num_local)
     sizes = ends - starts
-    if group_offset is not None:
-        # Padded first, because dynamic_slice moves a window that sticks out back inside.
-        starts, sizes = (
-            lax.dynamic_slice(jnp.pad(a, (0, num_local)), (group_offset,), (num_local,)) for a in (starts, sizes)
-        )
     busy = sizes > 0
     index = jnp.arange(num_local, dtype=jnp.int32)
     slot = jnp.where(busy, jnp.cumsum(busy, dtype=jnp.int32) - 1, num_local)

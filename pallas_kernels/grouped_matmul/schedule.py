@@ -55,6 +55,18 @@ def group_bounds(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.
     return starts, jnp.minimum(starts + sizes, num_rows)
 
 
+def held_bounds(
+    group_sizes: jax.Array, num_rows: int, group_offset: jax.Array | None, num_held: int
+) -> tuple[jax.Array, jax.Array]:
+    """`group_bounds` of the groups group_offset .. group_offset + num_held - 1; those past the end are empty."""
+    bounds = group_bounds(group_sizes, num_rows)
+    if group_offset is None:
+        return bounds
+    # Padded first, because dynamic_slice moves a window that sticks out back inside.
+    starts, ends = (jax.lax.dynamic_slice(jnp.pad(a, (0, num_held)), (group_offset,), (num_held,)) for a in bounds)
+    return starts, ends
+
+
 def tile_schedule(
     group_sizes: jax.Array,  # [G]
     *,

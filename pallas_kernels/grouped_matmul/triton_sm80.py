@@ -22,7 +22,7 @@ import triton.language as tl
 from jax import lax
 
 from ..quantize import QTensor
-from .schedule import group_bounds, tile_schedule
+from .schedule import held_bounds, tile_schedule
 from .tuning import rows_per_group
 
 
@@ -390,12 +390,7 @@ def drhs(
         return jnp.zeros((num_groups, n, k), out_dtype)
     capability = _capability()
     c = config or choose_drhs_config(capability)
-    starts, ends = group_bounds(group_sizes, m)
-    if group_offset is not None:
-        # Groups past the end of group_sizes are empty; padded first, because dynamic_slice moves a window back inside.
-        starts, ends = (
-            lax.dynamic_slice(jnp.pad(a, (0, num_groups)), (group_offset,), (num_groups,)) for a in (starts, ends)
-        )
+    starts, ends = held_bounds(group_sizes, m, group_offset, num_groups)
     return jax_triton.triton_call(
         dy,
         x.astype(dy.dtype),
