@@ -27,6 +27,7 @@ import numpy as np
 from jmoe import compat, support
 from jmoe.bench import BENCHES
 from jmoe.bench.common import Record, read_json
+from jmoe.bench.compare import duration
 from jmoe.formats import FORMATS, bits_per_value, dequantize, quantize, sqnr
 
 ROOT = Path(__file__).parent.parent
@@ -145,24 +146,13 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return (
-        f"{seconds * 1e6:.3g} us"
-        if seconds < 1e-3
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds < 1
-        else f"{seconds:.3g} s"
-    )
-
-
 def figure_row(r: Record, records: Sequence[Record]) -> list[str]:
     share = "" if r.share is None else f"{100 * r.share:.0f} % of {r.ceiling_name}"
     others = ", ".join(f"{name} {number(value)}" for name, value in peers(r, records).items())
     times = "" if r.against_peer is None else f"{r.against_peer:.2f} x"
     error = "" if r.error is None else f"{r.error:.1e}"
-    return [r.name, r.case, f"{number(r.value)} {r.unit}", duration(r.seconds), share, others, times, error]
+    each = "" if r.seconds is None else duration(r.seconds)
+    return [r.name, r.case, f"{number(r.value)} {r.unit}", each, share, others, times, error]
 
 
 FIGURE_HEAD = ("what", "shape", "jmoe", "time", "share of the ceiling", "peers", "against the best", "error")

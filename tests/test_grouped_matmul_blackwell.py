@@ -4,16 +4,11 @@ The interpreter has no block-scaled products: there the two primitives that read
 documentation of the matrix unit says they compute, so that addresses, rows, scales and stores of the kernel are tested.
 """
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aot_report import aot_report
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -214,19 +209,7 @@ def test_it_serves_only_those_who_name_it_and_says_why_it_cannot(monkeypatch):
 @needs_interpreter
 @pytest.mark.slow
 def test_it_compiles_to_blackwell_machine_code_without_spills():
-    here = pathlib.Path(__file__)
-    run = subprocess.run(
-        [sys.executable, str(here.with_name("aot_blackwell.py"))],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=here.parent.parent,
-        env={**os.environ, "PYTHONPATH": str(here.parent.parent)},
-    )
-    if run.returncode == 77:
-        pytest.skip(run.stdout.strip())
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = json.loads(run.stdout.strip().splitlines()[-1])
+    report = aot_report("aot_blackwell.py")
     assert len(report) == 8
     for name, (registers, spilled) in report.items():
         assert 16 <= registers <= 200 and spilled == 0, (name, registers, spilled)

@@ -1,15 +1,10 @@
 """The kernels' entry points where there is no GPU: the same results from the reference, and code for CUDA."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aot_report import aot_report
 
 from jmoe import payload
 from pallas_kernels.quantize import (
@@ -148,19 +143,7 @@ def test_none_takes_the_kernel_wherever_it_can(fmt, options, kernels):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_kernels_compile_to_machine_code_without_spills(arch):
-    here = pathlib.Path(__file__)
-    run = subprocess.run(
-        [sys.executable, str(here.with_name("aot_quantize.py")), arch],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=here.parent.parent,
-        env={**os.environ, "PYTHONPATH": str(here.parent.parent)},
-    )
-    if run.returncode == 77:
-        pytest.skip(run.stdout.strip())
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = json.loads(run.stdout.strip().splitlines()[-1])
+    report = aot_report("aot_quantize.py", arch)
     print(arch, report)
     assert len(report) >= 20
     for name, (registers, spilled) in report.items():

@@ -1,12 +1,9 @@
 """The support matrix says what the layer does: refusals are refusals, and "compiled" has been compiled."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from aot_report import aot_report
 
 from jmoe import MoEConfig, QuantConfig, build_moe, compat, support
 from jmoe.policy.table import FAMILIES, family
@@ -55,15 +52,7 @@ def test_what_multiplies_is_what_the_kernels_choose_for_themselves():
 @pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason="ahead-of-time compilation is tested with JAX >= 0.11")
 @pytest.mark.parametrize("arch, ranks", [("sm_80", 1), ("sm_89", 2), ("sm_100", 2)])
 def test_what_is_called_compiled_compiles(arch, ranks):
-    script = ROOT / "tests" / "aot_layer.py"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "XLA_FLAGS": ""}
-    done = subprocess.run(
-        [sys.executable, str(script), arch, str(ranks)], capture_output=True, text=True, timeout=600, env=env
-    )
-    if done.returncode == 77:
-        pytest.skip(done.stdout.strip())
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = aot_report("aot_layer.py", arch, ranks)
     assert len(report) == 5
     kernels = arch in ("sm_90", "sm_100")
     for layer, (transport, *calls) in report.items():

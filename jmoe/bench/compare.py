@@ -22,7 +22,8 @@ def _number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _time(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """Seconds for people, in the unit that fits; "-" for none."""
     if seconds is None:
         return "-"
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
@@ -69,7 +70,7 @@ def table(records: Sequence[Record], *, title: str) -> Table:
             r.name,
             r.case,
             "-" if r.value is None else f"{_number(r.value)}{unit}{'' if r.meaningful else ' (*)'}",
-            _time(r.seconds),
+            duration(r.seconds),
             "-" if r.ceiling is None else f"{_number(r.ceiling)}{ceilings.mark(r.ceiling_name)}",
             "-" if share is None else _short(share),
             "-" if r.peer is None else f"{_number(r.peer)}{peers.mark(r.peer_name)}",
@@ -91,7 +92,7 @@ def lines(records: Sequence[Record], *, title: str) -> Text:
     for r in records:
         parts = ["-" if r.value is None else f"{_number(r.value)} {r.unit}{'' if r.meaningful else ' (*)'}"]
         if r.seconds is not None:
-            parts.append(_time(r.seconds))
+            parts.append(duration(r.seconds))
         if r.share is not None:
             parts.append(f"{_short(r.share)} of {r.ceiling_name}")
         if r.against_peer is not None:

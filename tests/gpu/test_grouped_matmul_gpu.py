@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from matmul_helpers import edge_sizes, exact, normal, relative
 
 from pallas_kernels.grouped_matmul import Gate, Problem, gated_product, mosaic_entry, tuning
 from pallas_kernels.quantize import dequantize, quantize, quantize_weights
@@ -17,7 +17,6 @@ DECODE_VARIANTS = [
     dict(block_t=24, consumers=2, chunks=1, stages=4, per_sm=1),
     dict(block_t=8, consumers=1, chunks=2, stages=4, per_sm=2, rows=32),
 ]
-EDGES = [0, 1, 7, 64, 65, 191, 192, 193]  # rows of groups, and numbers of rows in all
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +31,7 @@ def hopper():
 
 def sizes_of(kind, m, rng):
     if kind == "edges":
-        sizes = np.asarray(EDGES + EDGES[::-1])
-        while sizes.sum() > m:
-            sizes = sizes // 2
+        sizes = edge_sizes(m)
     elif kind == "zipf":
         p = 1 / np.arange(1, G + 1)
         sizes = rng.multinomial(m, rng.permutation(p / p.sum()))
@@ -48,24 +45,9 @@ def sizes_of(kind, m, rng):
     return sizes.astype(np.int32)
 
 
-@jax.jit
-def exact(x, w, sizes):
-    x, w = x.astype(jnp.float32), jnp.swapaxes(w.astype(jnp.float32), 1, 2)
-    return lax.ragged_dot(x, w, sizes, precision=lax.Precision.HIGHEST)
-
-
-def relative(a, b):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return np.linalg.norm(a - b) / np.linalg.norm(b) if b.any() else np.abs(a).max(initial=0.0)
-
-
 def poison(m, n):
     """Leaves NaN in the memory that the next output of this size is likely to take."""
     jnp.full((m, n), jnp.nan, jnp.bfloat16).block_until_ready()
-
-
-def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize("fmt", [None, "mxfp8", "mxfp4", "nvfp4", "fp8_128x128"])

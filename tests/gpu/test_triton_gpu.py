@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from matmul_helpers import edge_sizes, exact, normal, relative
 
 from pallas_kernels.grouped_matmul import Problem, grouped_matmul, triton_entry
 from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
 
 pytestmark = pytest.mark.gpu
 G = 16
-EDGES = [0, 1, 7, 64, 65, 191, 192, 193]  # rows of groups
 SHAPES = [(384, 512), (200, 328)]  # N, K; the second divides no tile
 
 
@@ -23,28 +22,6 @@ def able():
     reason = triton_entry.why_not(problem)
     if reason is not None:
         pytest.skip(reason)
-
-
-def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(jnp.bfloat16)
-
-
-def sizes_for(m):
-    sizes = np.asarray(EDGES + EDGES[::-1])
-    while sizes.sum() > m:
-        sizes = sizes // 2
-    return sizes.astype(np.int32)
-
-
-@jax.jit
-def exact(x, w, sizes):
-    x, w = x.astype(jnp.float32), jnp.swapaxes(w.astype(jnp.float32), 1, 2)
-    return lax.ragged_dot(x, w, sizes, precision=lax.Precision.HIGHEST)
-
-
-def relative(a, b):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    return np.linalg.norm(a - b) / np.linalg.norm(b) if b.any() else np.abs(a).max(initial=0.0)
 
 
 def product_and_gradient(x, w, sizes, dy):
@@ -64,7 +41,7 @@ def test_products_and_gradients_equal_float32_for_ragged_sizes(rng, fmt, m, n, k
     x, w, dy = normal(rng, m, k), normal(rng, G, n, k), normal(rng, m, n)
     weight = w if fmt is None else jax.jit(lambda w: quantize_weights(w, fmt))(w)
     plain = w if fmt is None else dequantize(weight, jnp.float32)
-    sizes = sizes_for(m)
+    sizes = edge_sizes(m)
     total, sizes = sizes.sum(), jnp.asarray(sizes)
     y, dx = product_and_gradient(x.at[total:].set(jnp.nan), weight, sizes, dy.at[total:].set(jnp.nan))
     assert relative(y, exact(x, plain, sizes)) < 4e-3
@@ -75,7 +52,7 @@ def test_products_and_gradients_equal_float32_for_ragged_sizes(rng, fmt, m, n, k
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_the_gradient_of_the_weights_equals_float32_and_is_zero_for_empty_groups(rng, n, k):
     m = 2047
-    x, w, dy, sizes = normal(rng, m, k), normal(rng, G, n, k), normal(rng, m, n), sizes_for(m)
+    x, w, dy, sizes = normal(rng, m, k), normal(rng, G, n, k), normal(rng, m, n), edge_sizes(m)
     bad = slice(int(sizes[:3].sum()), int(sizes[:4].sum()))  # group 3
     dirty = x.at[bad].set(jnp.nan).at[sizes.sum() :].set(jnp.nan)
 
@@ -96,7 +73,7 @@ def test_the_gradient_of_the_weights_equals_float32_and_is_zero_for_empty_groups
 
 def test_a_global_scale_for_each_output_column_and_a_part_of_the_groups(rng):
     (n, k), m = SHAPES[0], 1500
-    x, w, sizes = normal(rng, m, k), normal(rng, 4, n, k), jnp.asarray(sizes_for(m))
+    x, w, sizes = normal(rng, m, k), normal(rng, 4, n, k), jnp.asarray(edge_sizes(m))
     weight = jax.jit(lambda w: quantize_weights(w, "nvfp4"))(w)
     columns = weight.global_scale[:, None] * jnp.exp2((jnp.arange(n) % 5).astype(jnp.float32))[None, :]
     scaled = QTensor(weight.data, weight.block_scale, columns, weight.format, weight.k)
