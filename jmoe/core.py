@@ -6,7 +6,7 @@ Letters: T tokens on one rank, D hidden, K experts per token, N received rows, R
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -58,8 +58,6 @@ def exchange_and_compute(
             unreachable = num_unreachable(ids, physical, placement)
     x = x.astype(config.jnp_dtype)
     experts, scale = _input_scale(experts, x, physical, decision, ex.axis_name)
-    kind = layer.experts if layer.experts != "auto" else "grouped"
-    quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
     wire = config.quant.combine_wire
     if backend.name == "local" and wire is None:
         # One rank: a row that goes nowhere needs no plan, no packing and no buffers.
@@ -71,11 +69,10 @@ def exchange_and_compute(
                 weights,
                 experts,
                 config,
-                experts=kind,
-                quantize_input=quantize_input,
+                experts=_kind(layer),
                 straight_through=x if isinstance(rows, QTensor) else None,
                 out_dtype=out_dtype,
-                implementation=layer.implementation,
+                **_how(layer, decision),
             )
         return out, unreachable
 
@@ -101,8 +98,6 @@ def _exchange(
     tokens = x.shape[0]
     decision, layout, ex = layer.decision(tokens), layer.layout(tokens), layer.exchange(tokens)
     backend, config = get_backend(decision.backend), layer.config
-    kind = layer.experts if layer.experts != "auto" else "grouped"
-    quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
     wire = config.quant.combine_wire
     with jax.named_scope("plan"):
         plan = backend.plan(physical, ex, rank_mask=rank_mask if backend.takes_rank_mask else None)
@@ -120,27 +115,35 @@ def _exchange(
                 got.ids.reshape(blocks) >= 0,
                 experts,
                 config,
-                quantize_input=quantize_input,
                 straight_through=None if through is None else split(through),
-                implementation=layer.implementation,
+                **_how(layer, decision),
             ).reshape(backend.num_rows(ex), -1)
         else:
-            assert get_experts(kind).form == "standard"
+            assert get_experts(_kind(layer)).form == "standard"
             y = apply_experts(
                 rows,
                 got.ids,
                 got.weights,
                 experts,
                 config,
-                experts=kind,
-                quantize_input=quantize_input,
+                experts=_kind(layer),
                 straight_through=through,
                 out_dtype=_returned_dtype(backend, ex, wire),
-                implementation=layer.implementation,
+                **_how(layer, decision),
             )
     with jax.named_scope("combine"):
         out = combine(y, weights, plan, backend=backend, exchange=ex, recv_ids=got.ids, wire=wire, out_dtype=out_dtype)
     return out, plan.dropped.reshape(1)
+
+
+def _kind(layer: MoELayer) -> str:
+    return layer.experts if layer.experts != "auto" else "grouped"
+
+
+def _how(layer: MoELayer, decision: Decision) -> dict[str, Any]:
+    """What the experts of both forms are told: whether they quantise their input, and by which kernel they multiply."""
+    quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
+    return dict(quantize_input=quantize_input, implementation=layer.implementation)
 
 
 def _returned_dtype(backend: Backend, ex: Exchange, wire: str | None):
