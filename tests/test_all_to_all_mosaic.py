@@ -15,7 +15,7 @@ from jmoe import compat
 from jmoe.backends import Engine, dispatch_payload, exchange_for, get_backend
 from jmoe.backends.base import received_valid
 from jmoe.backends.combine import decoder, returned
-from jmoe.backends.engine import ENGINE, ROW_UNIT, UNCONFIRMED, engine_reason, remote_write_engine
+from jmoe.backends.engine import ENGINE, ROW_UNIT, engine_reason, remote_write_engine
 from jmoe.caps import DeviceCaps
 from jmoe.payload import pack, row_layout
 from pallas_kernels.all_to_all import mosaic_encode as encode
@@ -331,7 +331,7 @@ def test_rows_given_back_by_the_kernel_are_the_portable_ones(monkeypatch, name, 
     backend = get_backend(name)
     layout = row_layout(64, "bfloat16", 3)
     exchange = exchange_for(backend, tokens=6, num_ranks=4, num_local=2, top_k=3, axis_name="ep", capacity_factor=0.75)
-    engine = Engine("give back", ENGINE.push, ENGINE.reduce, give_back=UNCONFIRMED.give_back)
+    engine = Engine("give back", ENGINE.push, ENGINE.reduce, give_back=ENGINE.give_back)
 
     def run(x, ids, weights):
         plan = backend.plan(ids, exchange)

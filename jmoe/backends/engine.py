@@ -5,9 +5,6 @@ T tokens on one rank, W row width, D hidden size, R ranks, E_loc experts on one 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -93,20 +90,12 @@ def push_encoding(
     plan: Plan,
     exchange: Exchange,
     layout: RowLayout,
-    *,
-    unconfirmed: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None] | None:
-    """Quantises rows [T, D] in the kernel that sends them; see `Engine.push_encoding`.
-
-    unconfirmed: in the batched form, from float16 and float32, and to 4-over-6 formats too, and with the data apart.
-    """
+    """Quantises rows [T, D] in the kernel that sends them; see `Engine.push_encoding`."""
     from pallas_kernels.all_to_all import mosaic_push_quantized
 
     fmt = layout.format
     if isinstance(x, QTensor) or fmt is None or layout.columns != layout.hidden or x.size == 0:
-        return None
-    confirmed = plan.form == "standard" and x.dtype == jnp.bfloat16 and fmt.four_over_six is None
-    if not confirmed and not unconfirmed:
         return None
     if mosaic_push_quantized.reason_not(x.shape, x.dtype, fmt):
         return None
@@ -118,7 +107,7 @@ def push_encoding(
     tail = jnp.pad(tail, ((0, 0), (before, layout.row_bytes - layout.ids_offset - tail.shape[1])))
     assert isinstance(exchange.axis_name, str)
     batched = plan.form == "batched"
-    received, counts = mosaic_push_quantized.push_quantized(
+    (data, rest), counts = mosaic_push_quantized.push_quantized(
         x,
         tail,
         plan.slot,
@@ -130,10 +119,9 @@ def push_encoding(
         target=plan.target if batched else None,
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
-        apart=unconfirmed,
+        apart=True,
     )
-    rows = received[-1].reshape(-1, received[-1].shape[-1])
-    return rows, counts, received[0].reshape(-1, layout.data_bytes) if unconfirmed else None
+    return rest.reshape(-1, rest.shape[-1]), counts, data.reshape(-1, layout.data_bytes)
 
 
 def push_apart(
@@ -223,9 +211,13 @@ def _collects(exchange: Exchange, form: str) -> bool:
     return form == "standard" and exchange.capacity >= WRITING_CAPACITY
 
 
-ENGINE = Engine("remote-write", push, reduce, push_encoding, push_apart, row_unit=ROW_UNIT, collects=_collects)
-# With what has been compiled and held to a host double, but not yet been run on GPUs. tests/gpu run both engines; what
-# they pass with moves up.
-UNCONFIRMED = dataclasses.replace(
-    ENGINE, push_encoding=functools.partial(push_encoding, unconfirmed=True), give_back=give_back
+ENGINE = Engine(
+    "remote-write",
+    push,
+    reduce,
+    push_encoding,
+    push_apart,
+    give_back=give_back,
+    row_unit=ROW_UNIT,
+    collects=_collects,
 )

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jmoe import compat
 from jmoe.backends import combine, dispatch_float, dispatch_payload, exchange_for, get_backend, start
 from jmoe.backends.base import received_valid
-from jmoe.backends.engine import ENGINE, UNCONFIRMED, engine_reason
+from jmoe.backends.engine import ENGINE, engine_reason
 from jmoe.caps import DeviceCaps
 from jmoe.payload import row_layout
 
@@ -86,16 +86,16 @@ def poison(nbytes):
     jax.block_until_ready(fill(*put(np.zeros((NUM_RANKS, 1), np.float32))))
 
 
-def exchanges(backend, tokens, experts, top_k, engine=ENGINE):
+def exchanges(backend, tokens, experts, top_k):
     """The exchange through the kernels and the one through the portable collectives."""
     sizes = dict(tokens=tokens, num_ranks=NUM_RANKS, num_local=experts // NUM_RANKS, top_k=top_k, axis_name="ep")
-    return [exchange_for(backend, engine=e, **sizes) for e in (engine, None)]
+    return [exchange_for(backend, engine=e, **sizes) for e in (ENGINE, None)]
 
 
-def both_ways(backend, tokens, wire, hidden, experts, top_k, engine=ENGINE):
+def both_ways(backend, tokens, wire, hidden, experts, top_k):
     """(ids, seed) of one rank -> by how much dispatch and combine through the kernels and through XLA differ."""
     backend = get_backend(backend)
-    kernel, portable = exchanges(backend, tokens, experts, top_k, engine)
+    kernel, portable = exchanges(backend, tokens, experts, top_k)
     layout = row_layout(hidden, wire, top_k)
 
     def run(ids, seed):
@@ -153,12 +153,11 @@ def test_dispatch_and_combine_equal_the_portable_collectives(tokens, hidden, top
 
 @pytest.mark.parametrize("wire", ["mxfp8", "nvfp4_token", "nvfp4", "fp8_128", "float32"])
 @pytest.mark.parametrize("hidden", [2880, 4096, 7168])
-@pytest.mark.parametrize("engine", [ENGINE, UNCONFIRMED], ids=["confirmed", "unconfirmed"])
-def test_every_wire_format_travels_bit_for_bit(wire, hidden, engine):
+def test_every_wire_format_travels_bit_for_bit(wire, hidden):
     if wire == "fp8_128" and hidden % 128:
         hidden = 2816
     experts, tokens = 8 * NUM_RANKS, 1023 if hidden == 7168 else 300
-    run = mapped(both_ways("nvlink_one_sided", tokens, wire, hidden, experts, 4, engine))
+    run = mapped(both_ways("nvlink_one_sided", tokens, wire, hidden, experts, 4))
     for router in ("uniform", "zipf", "one_rank", "empty_rank"):
         assert check(run, route(router, tokens, experts, 4)) > 0
 
@@ -167,10 +166,9 @@ def test_every_wire_format_travels_bit_for_bit(wire, hidden, engine):
     "backend, wire", [("low_latency", "nvfp4_token"), ("low_latency", "fp8_128"), ("nixl_ep", "bfloat16")]
 )
 @pytest.mark.parametrize("tokens, top_k", [(0, 4), (1, 1), (64, 22)])
-@pytest.mark.parametrize("engine", [ENGINE, UNCONFIRMED], ids=["confirmed", "unconfirmed"])
-def test_batched_form_equals_the_portable_collectives(backend, wire, tokens, top_k, engine):
+def test_batched_form_equals_the_portable_collectives(backend, wire, tokens, top_k):
     experts = 32 * NUM_RANKS
-    run = mapped(both_ways(backend, tokens, wire, 4096, experts, top_k, engine))
+    run = mapped(both_ways(backend, tokens, wire, 4096, experts, top_k))
     for router in ROUTERS:
         check(run, route(router, tokens, experts, top_k))
 
@@ -206,8 +204,7 @@ def test_masked_ranks_receive_nothing_and_a_new_mask_does_not_retrace():
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "mxfp8"])
-@pytest.mark.parametrize("engine", [ENGINE, UNCONFIRMED], ids=["confirmed", "unconfirmed"])
-def test_gradients_equal_those_of_the_portable_collectives(wire, engine):
+def test_gradients_equal_those_of_the_portable_collectives(wire):
     backend, experts, tokens, top_k, hidden = get_backend("nvlink_one_sided"), 8 * NUM_RANKS, 65, 4, 2048
     layout = row_layout(hidden, wire, top_k)
 
@@ -216,7 +213,7 @@ def test_gradients_equal_those_of_the_portable_collectives(wire, engine):
         x = jax.random.normal(key, (tokens, hidden), jnp.float32)
         weights = jax.random.uniform(key, ids.shape)
         grads = []
-        for exchange in exchanges(backend, tokens, experts, top_k, engine):
+        for exchange in exchanges(backend, tokens, experts, top_k):
 
             def loss(x, weights, exchange=exchange):
                 plan = backend.plan(ids, exchange)
