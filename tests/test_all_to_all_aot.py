@@ -1,20 +1,17 @@
 """The exchange's kernels compiled to machine code for four and eight GPUs, without any."""
 
-import pathlib
-
 import pytest
 from aot_report import aot_report
 
 from jmoe import compat
 
-ROOT = pathlib.Path(__file__).parent.parent
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.aot,
+    pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON),
+]
 
 
-needs_kernels = pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
-
-
-@pytest.mark.slow
-@needs_kernels
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_exchange_compiles_for_several_gpus_without_spilling_a_register(ranks):
     report = aot_report("aot_all_to_all.py", ranks)
@@ -26,8 +23,6 @@ def test_the_exchange_compiles_for_several_gpus_without_spilling_a_register(rank
         assert bool(found["groups"]) == (name == "inside two hosts"), (name, found)
 
 
-@pytest.mark.slow
-@needs_kernels
 def test_for_two_hosts_of_eight_gpus_nccl_exchanges_between_equal_numbers_and_inside_a_host():
     (found,) = aot_report("aot_all_to_all.py", 16).values()
     pairs = ",".join(f"{{{i},{i + 8}}}" for i in range(8))

@@ -206,6 +206,7 @@ def test_it_serves_only_those_who_name_it_and_says_why_it_cannot(monkeypatch):
         grouped_matmul(jnp.ones((8, 128)), jnp.ones((2, 128, 128)), jnp.asarray([4, 4]), implementation="mosaic_sm100")
 
 
+@pytest.mark.aot
 @needs_interpreter
 @pytest.mark.slow
 def test_it_compiles_to_blackwell_machine_code_without_spills():

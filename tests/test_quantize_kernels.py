@@ -139,6 +139,7 @@ def test_none_takes_the_kernel_wherever_it_can(fmt, options, kernels):
     assert text.count("custom_call @mosaic_gpu") == kernels
 
 
+@pytest.mark.aot
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])

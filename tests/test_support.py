@@ -48,6 +48,7 @@ def test_what_multiplies_is_what_the_kernels_choose_for_themselves():
     assert support.quantising("CPU").how == "XLA" and support.quantising("Blackwell").how == "mosaic_sm90"
 
 
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason="ahead-of-time compilation is tested with JAX >= 0.11")
 @pytest.mark.parametrize("arch, ranks", [("sm_80", 1), ("sm_89", 2), ("sm_100", 2)])
