@@ -58,8 +58,6 @@ def combine_rows_pushed(
             """visit(peer, chunk, rows, carry) for this block's share of the rows that go to each other rank."""
             peers = [peer_of(me, s, num_ranks) for s in range(1, num_ranks)]
             sizes = [plgpu.remote_ref(counts_ref, {axis_name: peer})[me] for peer in peers]  # pyright: ignore[reportArgumentType]
-            for s in range(num_ranks):  # this warpgroup has read the counts: their owner may leave
-                pl.semaphore_signal(read, device_id={axis_name: peer_of(me, s, num_ranks)})
             longest = sizes[0]
             for size in sizes[1:]:
                 longest = jnp.maximum(longest, size)
@@ -73,7 +71,10 @@ def combine_rows_pushed(
                     carry = visit(peer, chunk, rows, carry)
                 return carry
 
-            return lax.fori_loop(int32(0), trips, step, carry)
+            carry = lax.fori_loop(int32(0), trips, step, carry)
+            for peer in peers:  # this warpgroup has read the counts: their owner may leave
+                pl.semaphore_signal(read, device_id={axis_name: peer})
+            return carry
 
         @pl.when(role == 0)
         def _load():
@@ -142,7 +143,7 @@ def combine_rows_pushed(
 
             @pl.when(block == 0)
             def _():
-                pl.semaphore_wait(read, 2 * num_ranks * schedule.blocks, decrement=False)
+                pl.semaphore_wait(read, 2 * (num_ranks - 1) * schedule.blocks, decrement=False)
 
         @pl.when(role > 1)
         def _add():

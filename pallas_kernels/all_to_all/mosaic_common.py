@@ -2,9 +2,9 @@
 
 Protocol. XLA puts a barrier across the devices in front of every kernel with remote references, so on entry all ranks'
 buffers exist and all semaphores are zero: nothing has to be agreed before the first remote write. At the end every
-block of every rank signals every rank once its own writes are complete, and block 0 waits for all of those signals, so
-the kernel retires on a rank only when everything that will ever be written to its results has arrived. Semaphores come
-from `pl.get_global`: those of `scratch_types` are replicated for each block.
+block of every rank signals every other rank once its own writes are complete, and block 0 waits for all of those
+signals, so the kernel retires on a rank only when everything that will ever be written to its results has arrived.
+Semaphores come from `pl.get_global`: those of `scratch_types` are replicated for each block.
 """
 
 from __future__ import annotations
@@ -156,19 +156,20 @@ def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_
 
 
 def completion(axis_name: str, num_ranks: int, schedule: Schedule, *, signallers: int = 1, waiter=True) -> None:
-    """Tells every rank that this warpgroup's writes have completed; block 0 waits until every block of every rank has.
+    """Tells the other ranks that this warpgroup's writes have completed; block 0 waits until all blocks of those have.
 
     signallers: warpgroups of each block that call this. waiter: true in the one of them that waits. With a
     `schedule.wait_limit` the wait gives up after that many looks and prints which rank is missing.
     """
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((num_ranks,)))
     me = lax.axis_index(axis_name)
-    for step in range(num_ranks):
-        pl.semaphore_signal(arrived.at[me], device_id={axis_name: peer_of(me, step + 1, num_ranks)})
+    for step in range(1, num_ranks):
+        pl.semaphore_signal(arrived.at[me], device_id={axis_name: peer_of(me, step, num_ranks)})
 
     @pl.when((lax.axis_index("block") == 0) & waiter)
     def _():
-        for source in range(num_ranks):
+        for step in range(1, num_ranks):
+            source = peer_of(me, step, num_ranks)
             wait_for(arrived.at[source], schedule.blocks * signallers, schedule.wait_limit, me, source)
 
 
