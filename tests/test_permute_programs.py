@@ -10,6 +10,7 @@ from pallas_kernels.grouped_matmul.schedule import _tile_schedule, max_tiles
 from pallas_kernels.permute import mosaic_rows, mosaic_sort
 from pallas_kernels.permute.rows import _sum_of_rows, _take
 from pallas_kernels.permute.sort import _sort
+from pallas_kernels.quantize import dequantize, quantize
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,38 @@ def test_spread_kernel_writes_each_row_to_its_places_and_nothing_else(rng, dtype
     got = np.asarray(mosaic_rows.run_spread(x, order.position, places=13 * k))
     used = np.asarray(order.source) >= 0
     np.testing.assert_array_equal(got[used], _take(x, order.source)[used])
+    assert (got[~used].view(np.uint8) == permute_emulator.POISON).all()
+
+
+def test_gather_without_fill_leaves_places_that_hold_nothing(rng):
+    x = jnp.asarray(rng.integers(1, 100, (13, 24)), jnp.bfloat16)
+    source = jnp.asarray(rng.integers(-1, 13, 50), jnp.int32)
+    got, used = np.asarray(mosaic_rows.run_gather(x, source, fill=False)), np.asarray(source) >= 0
+    np.testing.assert_array_equal(got[used], _take(x, source)[used])
+    assert (got[~used].view(np.uint8) == permute_emulator.POISON).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "fmt,columns,k",
+    [
+        ("mxfp8", 96, 8),
+        ("mxfp4", 64, 3),
+        ("fp8_128", 256, 4),
+        ("nvfp4", 48, 1),
+        ("nvfp4_token", 112, 8),
+        ("mxfp8", 72, 2),
+    ],
+)
+def test_spread_of_quantised_rows_dequantises_them(rng, fmt, columns, k, dtype):
+    x = jnp.asarray(rng.standard_normal((13, columns)) * 10.0 ** rng.integers(-3, 3, (13, 1)), jnp.bfloat16)
+    x = x.at[3].set(jnp.nan).at[4].set(0)
+    q = quantize(x, fmt, alignment=32 if fmt.startswith("mx") else 0)
+    order = _sort(jnp.asarray(rng.integers(-1, 6, (13, k)), jnp.int32), 6, 13 * k)
+    got = np.asarray(mosaic_rows.run_spread_decoded(q, order.position, places=13 * k, dtype=dtype))
+    used = np.asarray(order.source) >= 0
+    expected = _take(dequantize(q, dtype), order.source).astype(jnp.float32)
+    np.testing.assert_array_equal(got.astype(np.float32)[used], expected[used])
     assert (got[~used].view(np.uint8) == permute_emulator.POISON).all()
 
 

@@ -17,8 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.permute import Sorted, combine_rows, gather_rows, merge_duplicates, sort_by_expert
+from pallas_kernels.grouped_matmul import grouped_matmul, input_dtype
+from pallas_kernels.permute import (
+    Sorted,
+    combine_rows,
+    gather_dequantized,
+    gather_rows,
+    merge_duplicates,
+    sort_by_expert,
+)
 from pallas_kernels.quantize import QTensor
 
 from ..config import MoEConfig
@@ -162,7 +169,7 @@ def _compute(x, order, row_weight, params, config, spec, quantize_input, straigh
         how: Any = dict(out_dtype=dtype, zero_tail=False, implementation=implementation)
         return grouped_matmul(rows, w, sizes, straight_through=through, **how)
 
-    rows, through = _input_rows(x, order, params, config, spec, quantize_input, straight_through)
+    rows, through = _input_rows(x, order, params, config, spec, quantize_input, straight_through, implementation)
     how = dict(row_weight=row_weight, implementation=implementation)
     pair = quantised_projection(rows, through, params, sizes, config, **how)
     if pair is None:
@@ -178,17 +185,23 @@ def _compute(x, order, row_weight, params, config, spec, quantize_input, straigh
     return y
 
 
-def _input_rows(x, order, params, config, spec, quantize_input, straight_through):
-    """The first matmul's input in expert order, and the float array that takes its gradient."""
+def _input_rows(x, order, params, config, spec, quantize_input, straight_through, implementation):
+    """The first matmul's input in expert order, and the float array that takes its gradient if that is quantised."""
+    fmt, dtype = config.quant.activations, config.jnp_dtype
 
     def sort(a):
         return gather_rows(a, order.source, order.position, fill=False)  # no matmul reads past the last place
 
+    def sort_quantised(q, through):
+        how: Any = dict(num_rows=order.source.shape[0], out_dtype=dtype, implementation=implementation)
+        wanted = input_dtype(q, params.gate_up, **how)
+        if wanted is None:
+            return sort(q), None if through is None else sort(through)
+        return gather_dequantized(q, order.source, order.position, dtype=wanted, straight_through=through), None
+
     through = straight_through if isinstance(x, QTensor) or not quantize_input else x
-    through = None if through is None else sort(through)
     if not quantize_input:
-        return sort(x), through
-    fmt, dtype = config.quant.activations, config.jnp_dtype
+        return sort_quantised(x, through) if isinstance(x, QTensor) else (sort(x), None)
     alignment = config.quant.mx_alignment
     scale = params.input_scale
     if spec.per_expert_input_scale:
@@ -196,14 +209,14 @@ def _input_rows(x, order, params, config, spec, quantize_input, straight_through
         scale = _place_scale(scale, order.group_sizes, num_places)
         total = jnp.sum(order.group_sizes)
         q = quantize_rows(rows, fmt, num_valid_rows=total, scale=scale, alignment=alignment, dtype=dtype)
-        return q, through
+        return q, None if through is None else sort(through)
     if scale is not None and scale.ndim:
         raise ValueError(
             f"experts={spec.name!r} quantise each row once for all its experts and take one input scale, got "
             f"input_scale {scale.shape}; reduce it to its maximum, or use experts='grouped_deferred'."
         )
     valid = jnp.any(order.position >= 0, axis=1)
-    return sort(quantize_rows(x, fmt, valid=valid, scale=scale, alignment=alignment, dtype=dtype)), through
+    return sort_quantised(quantize_rows(x, fmt, valid=valid, scale=scale, alignment=alignment, dtype=dtype), through)
 
 
 def _place_scale(scale, sizes, num_places):

@@ -4,6 +4,7 @@ from .api import IMPLEMENTATIONS as IMPLEMENTATIONS
 from .api import Implementation as Implementation
 from .api import Problem as Problem
 from .api import grouped_matmul as grouped_matmul
+from .api import input_dtype as input_dtype
 from .gate import Gate as Gate
 from .gate import gated_product as gated_product
 from .gated import gated_matmul as gated_matmul

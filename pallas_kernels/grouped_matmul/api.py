@@ -47,6 +47,8 @@ class Implementation:
     of `portable.grouped_matmul`, `grouped_matmul_dlhs` and `grouped_matmul_drhs`; why_not is asked for each separately;
     drhs may be None where it always has a reason.
     opt_in: why it is only used where it is named, empty where None may choose it.
+    dequantises: the dtype to which forward dequantises all rows of a QTensor x before it multiplies, None where it does
+    not; see `input_dtype`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Implementation:
     dlhs: Callable[..., jax.Array]
     drhs: Callable[..., jax.Array] | None = None
     opt_in: str = ""
+    dequantises: Callable[[Problem], str | None] = lambda problem: None
 
 
 # In the order of preference. "portable" does everything and comes last.
@@ -65,6 +68,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         forward=mosaic_entry.forward,
         dlhs=mosaic_entry.dlhs,
         drhs=mosaic_entry.drhs,
+        dequantises=mosaic_entry.dequantises,
     ),
     Implementation(
         name="mosaic_sm100",
@@ -125,6 +129,17 @@ def problem_of(op, m, n, k, groups, x, w, out_dtype) -> Problem:
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
     return Problem(op, m, n, k, groups, _kind(x), _kind(w), str(jnp.dtype(out_dtype)), device.platform, capability)
+
+
+def input_dtype(x: QTensor, w: Any, *, num_rows: int, out_dtype, implementation: str | None = None) -> str | None:
+    """The float dtype in which `grouped_matmul` would rather have its input than as rows of x, None if it reads those.
+
+    Its kernels dequantise most formats in a step before the matmul; whoever moves the rows can do it on the way.
+    x: rows of the input's format. w: [G, .., N, K]. num_rows: M of the call. The others are those of `grouped_matmul`.
+    """
+    n, k = w.shape[-2:]
+    problem = problem_of("forward", num_rows, n, k, w.shape[0], x, w, out_dtype)
+    return choose(problem, implementation).dequantises(problem)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,22 @@ def why_not(problem) -> str | None:
     return None
 
 
+def dequantises(problem) -> str | None:
+    """The dtype to which `forward` and `gated` dequantise an x in a block format; None where they read it as it is."""
+    if problem.x not in FORMATS:
+        return None
+    if problem.w not in FORMATS:
+        return problem.w
+    x, w = FORMATS[problem.x], FORMATS[problem.w]
+    return None if _reads_fp8(problem.m, problem.k, problem.groups, x, w) else "bfloat16"
+
+
+def _reads_fp8(m: int, k: int, groups: int, x: BlockFormat, w: BlockFormat) -> bool:
+    """Whether the FP8 kernel multiplies these as they are."""
+    formats = _family(x) == "fp8_128" and _family(w) == "fp8_128x128"
+    return formats and tuning.rows_per_group(m, groups) > DECODE_ROWS and k % 128 == 0
+
+
 def _half(x: Any, like) -> jax.Array:
     """x as the matrix unit takes it: BF16 from block formats, else the dtype it has."""
     return dequantize(x, like) if isinstance(x, QTensor) else x
@@ -89,9 +105,8 @@ def forward(x, w, group_sizes, *, group_offset=None, out_dtype, zero_tail=True, 
         return jnp.zeros((m, n), out_dtype)
     how: dict[str, Any] = dict(zero_tail=zero_tail, interpret=interpret)
     if isinstance(w, QTensor):
-        if isinstance(x, QTensor) and _family(x.format) == "fp8_128" and _family(w.format) == "fp8_128x128":
-            if tuning.rows_per_group(m, w.shape[0]) > DECODE_ROWS and x.k % 128 == 0:
-                return _fp8(x, w, group_sizes, group_offset, out_dtype, **how)
+        if isinstance(x, QTensor) and _reads_fp8(m, x.k, w.shape[0], x.format, w.format):
+            return _fp8(x, w, group_sizes, group_offset, out_dtype, **how)
         return _exchanged(_half(x, jnp.bfloat16), w, group_sizes, group_offset, out_dtype, **how)
     x = _half(x, w.dtype)
     w = w.astype(x.dtype)

@@ -1,6 +1,7 @@
 """Rows into expert order and back."""
 
 from .rows import combine_rows as combine_rows
+from .rows import gather_dequantized as gather_dequantized
 from .rows import gather_rows as gather_rows
 from .sort import Sorted as Sorted
 from .sort import merge_duplicates as merge_duplicates

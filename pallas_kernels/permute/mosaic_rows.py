@@ -4,7 +4,8 @@ N rows, K experts per row, M places, D columns. Every thread moves a few pieces 
 multiple of that), neighbouring pieces by neighbouring threads. Places that hold nothing are not read.
 
 Into expert order: `spread` reads each row once and writes it to its places; `gather` reads it once for each of them,
-in the order of the places, and also fills places that hold nothing.
+in the order of the places, and also fills places that hold nothing. `spread_decoded` is `spread` of quantised rows,
+which it dequantises on the way: once each, instead of once for each place.
 """
 
 from __future__ import annotations
@@ -14,24 +15,29 @@ import functools
 
 import jax
 
-from ..quantize import lane
+from ..quantize import BlockFormat, QTensor, lane
 from .thread import Pointer, Thread, U, launch
 
 THREADS = 256
 KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 MAX_K = 32  # each is a load in flight
 NOTHING = 0xFFFFFFFF
+VALUES = 8  # that a thread decodes: 16 bytes of a 16-bit result
 _FILL = 132 * 2048  # threads that fill an H200
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """places M of rows of `row_bytes`; a piece is `words` words, `pieces` of them to a thread."""
+    """places M of rows of `row_bytes`; a piece is `words` words, `pieces` of them to a thread.
+
+    fill: whether places that hold nothing are written.
+    """
 
     places: int
     row_bytes: int
     words: int
     pieces: int
+    fill: bool = True
 
     @property
     def per_row(self) -> int:
@@ -50,6 +56,26 @@ class Spread:
     @property
     def per_row(self) -> int:
         return self.row_bytes // (4 * self.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadDecoded:
+    """rows N of `columns` values in `fmt` (`stored` with padding), each to at most top_k K places of dtype `out`.
+
+    row_scales: how many global scales there are, one or N. A piece is VALUES values.
+    """
+
+    rows: int
+    top_k: int
+    columns: int
+    stored: int
+    fmt: BlockFormat
+    out: str
+    row_scales: int
+
+    @property
+    def per_row(self) -> int:
+        return self.columns // VALUES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +108,8 @@ def gather(o: Thread, t: Gather, refs: dict[str, Pointer]):
         full = inside & ~source.same(U(NOTHING))
         moves.append((place, piece, inside, refs["x"].at(source, t.row_bytes, piece * (4 * t.words)), full))
     values = [at.load(t.words, full) for *_, at, full in moves]
-    for (place, piece, inside, _, _), value in zip(moves, values, strict=True):
-        refs["out"].at(place, t.row_bytes, piece * (4 * t.words)).store(value, inside)
+    for (place, piece, inside, _, full), value in zip(moves, values, strict=True):
+        refs["out"].at(place, t.row_bytes, piece * (4 * t.words)).store(value, inside if t.fill else full)
 
 
 def _of_row(refs: dict[str, Pointer], name: str, row: U, top_k: int, inside) -> list[U]:
@@ -100,6 +126,34 @@ def spread(o: Thread, t: Spread, refs: dict[str, Pointer]):
     value = refs["x"].at(row, t.row_bytes, offset).load(t.words, inside)
     for place in _of_row(refs, "position", row, t.top_k, inside):
         refs["out"].at(place, t.row_bytes, offset).store(value, inside & ~place.same(U(NOTHING)))
+
+
+def spread_decoded(o: Thread, t: SpreadDecoded, refs: dict[str, Pointer]):
+    fmt, kind = t.fmt, KINDS[t.out]
+    flat = o.block() * THREADS + o.thread()
+    row, piece = flat // t.per_row, flat % t.per_row
+    inside = row < U(t.rows)
+    data = refs["data"].at(row, fmt.data_bytes(t.stored), piece * (VALUES * fmt.bits // 8))
+    data = data.load(VALUES * fmt.bits // 32, inside)
+    scale = refs["scale"].at(
+        row, fmt.num_scales(t.stored) * fmt.scale_bytes, piece // (fmt.block // VALUES) * fmt.scale_bytes
+    )
+    scale = scale.load(1, inside, bits=8 * fmt.scale_bytes)[0]
+    row_scale = None
+    if fmt.global_scale:
+        row_scale = refs["row_scale"].at(row if t.row_scales > 1 else None, 4).load(1, inside)[0]
+    places = _of_row(refs, "position", row, t.top_k, inside)
+    values = lane.decode(o, data, scale, row_scale, fmt)
+    if kind == "f32":
+        words = [o.bits(v) for v in values]
+    else:
+        words = [o.pack_half(values[i], values[i + 1], kind) for i in range(0, VALUES, 2)]
+    size = 4 * len(words)
+    for place in places:
+        at = refs["out"].at(place, t.per_row * size, piece * size)
+        here = inside & ~place.same(U(NOTHING))
+        for i in range(0, len(words), 4):
+            at.at(None, 0, 4 * i).store(words[i : i + 4], here)
 
 
 def combine(o: Thread, t: Combine, refs: dict[str, Pointer]):
@@ -139,6 +193,16 @@ def gather_obstacle(x: jax.Array, places: int) -> str | None:
     return None
 
 
+def decode_obstacle(q: QTensor, position: jax.Array, dtype: str) -> str | None:
+    """Why `spread_decoded` cannot do it, or None."""
+    (rows, columns), top_k = q.shape, position.shape[1]
+    if rows == 0 or columns == 0 or not 0 < top_k <= MAX_K:
+        return f"there is nothing to move, or more than {MAX_K} places of a row"
+    if columns % VALUES or dtype not in KINDS:
+        return f"it takes columns in multiples of {VALUES} and gives {', '.join(KINDS)}, not {columns} and {dtype}"
+    return None
+
+
 def combine_obstacle(y: jax.Array, position: jax.Array, out: str) -> str | None:
     rows, top_k = position.shape
     if y.shape[0] == 0 or rows == 0 or not 0 < top_k <= MAX_K:
@@ -158,14 +222,14 @@ def _words(row_bytes: int) -> int:
     return next(w for w in (4, 2, 1) if row_bytes % (4 * w) == 0)
 
 
-@jax.jit
-def run_gather(x: jax.Array, source: jax.Array) -> jax.Array:
-    """x [N, D], source int32 [M] with -1 for none -> [M, D], zeros there."""
+@functools.partial(jax.jit, static_argnames="fill")
+def run_gather(x: jax.Array, source: jax.Array, *, fill: bool = True) -> jax.Array:
+    """x [N, D], source int32 [M] with -1 for none -> [M, D], zeros there (anything without `fill`)."""
     row_bytes, places = x.dtype.itemsize * x.shape[1], source.shape[0]
     words = _words(row_bytes)
     count = places * row_bytes // (4 * words)
     pieces = next(p for p in (4, 2, 1) if p == 1 or count >= p * _FILL)
-    task = Gather(places, row_bytes, words, pieces)
+    task = Gather(places, row_bytes, words, pieces, fill)
     out = {"out": jax.ShapeDtypeStruct((places, x.shape[1]), x.dtype)}
     operands = {"x": x, "source": source}
     blocks = _blocks(count, pieces)
@@ -181,6 +245,21 @@ def run_spread(x: jax.Array, position: jax.Array, *, places: int) -> jax.Array:
     operands = {"x": x, "position": position}
     blocks = _blocks(rows * task.per_row, 1)
     return launch(spread, task, operands, out, blocks=blocks, threads=THREADS, name="spread_rows")["out"]
+
+
+@functools.partial(jax.jit, static_argnames=("places", "dtype"))
+def run_spread_decoded(q: QTensor, position: jax.Array, *, places: int, dtype: str) -> jax.Array:
+    """Row-wise q [N, D], position int32 [N, K] with -1 for none -> [M, D]; a place that no row has is not written."""
+    rows, top_k = position.shape
+    operands = {"data": q.data, "scale": q.block_scale, "position": position}
+    if q.global_scale is not None:
+        operands["row_scale"] = q.global_scale.reshape(-1)
+    stored = q.data.shape[1] * 8 // q.format.bits
+    row_scales = 0 if q.global_scale is None else q.global_scale.size
+    task = SpreadDecoded(rows, top_k, q.k, stored, q.format, dtype, row_scales)
+    out = {"out": jax.ShapeDtypeStruct((places, q.k), dtype)}
+    blocks = _blocks(rows * task.per_row, 1)
+    return launch(spread_decoded, task, operands, out, blocks=blocks, threads=THREADS, name="spread_decoded")["out"]
 
 
 @functools.partial(jax.jit, static_argnames="out_dtype")

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..quantize import QTensor
+from ..quantize import QTensor, dequantize
 from . import mosaic_rows
 from .sort import scatter_to_places
 from .thread import CONFIRMED, environment_obstacle, pick
@@ -41,7 +41,7 @@ def _take_rows(x: jax.Array, source: jax.Array, position: jax.Array, fill: bool,
 
     confirmed = implementation is not None or "spread" in CONFIRMED
     if fill or not confirmed or not 0 < top_k <= mosaic_rows.MAX_K:
-        return pick("gather", implementation, why, lambda a: mosaic_rows.run_gather(*a), plain, (x, source))
+        return pick("gather", implementation, why, lambda a: mosaic_rows.run_gather(*a, fill=fill), plain, (x, source))
 
     def kernel(args):
         return mosaic_rows.run_spread(args[0], args[2], places=places)
@@ -86,11 +86,7 @@ def gather_rows(
     """
     if not isinstance(x, QTensor):
         return _gather(fill, implementation, x, source, position)
-    if x.format.block_rows != 1 or x.layout != "row_major":
-        raise ValueError(
-            f"Rows of a QTensor with format {x.format.name!r} and layout={x.layout!r} cannot be moved one by one; it "
-            "takes a format with scales for each row and layout='row_major': dequantise or unswizzle it first."
-        )
+    _check_rows(x)
     data, block_scale, scale = jax.tree.map(lax.stop_gradient, (x.data, x.block_scale, x.global_scale))
     return dataclasses.replace(  # constants, because the kernel has no derivative
         x,
@@ -98,6 +94,67 @@ def gather_rows(
         block_scale=_take_rows(block_scale, source, position, fill, implementation),
         global_scale=_take(scale, source) if scale is not None and scale.ndim else scale,
     )
+
+
+def gather_dequantized(
+    q: QTensor,
+    source: jax.Array,
+    position: jax.Array,
+    *,
+    dtype=jnp.bfloat16,
+    straight_through: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`dequantize(q, dtype)` in expert order: q [N, D] -> [M, D]; places where source is -1 may hold anything.
+
+    Each row is read once, quantised, and dequantised once. source, position, implementation: as for `gather_rows`.
+    straight_through: the float array [N, D] that q stands for. Its values are not read; its gradient is, for each row,
+        the float32 sum over the row's places.
+    Raises ValueError for a QTensor whose rows do not stand alone.
+    """
+    _check_rows(q)
+    return _gather_decoded(jnp.dtype(dtype).name, implementation, straight_through, q, source, position)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather_decoded(dtype, implementation, straight_through, q, source, position):
+    del straight_through
+
+    def kernel(args):
+        q, _, position = args
+        return mosaic_rows.run_spread_decoded(q, position, places=source.shape[0], dtype=dtype)
+
+    def plain(args):
+        q, source, position = args
+        return _take_rows(dequantize(q, dtype), source, position, False, implementation)
+
+    why = mosaic_rows.decode_obstacle(q, position, dtype) or environment_obstacle()
+    return pick("spread_decoded", implementation, why, kernel, plain, (q, source, position))
+
+
+def _gather_decoded_fwd(dtype, implementation, straight_through, q, source, position):
+    like = None if straight_through is None else jnp.zeros((0,), straight_through.dtype)
+    return _gather_decoded(dtype, implementation, straight_through, q, source, position), (position, like)
+
+
+def _gather_decoded_bwd(dtype, implementation, residuals, dy):
+    del dtype
+    position, like = residuals
+    if like is None:
+        return None, None, None, None
+    ones = jnp.ones(position.shape, jnp.float32)
+    return _weighted_sum(dy, position, ones, like.dtype.name, implementation), None, None, None
+
+
+_gather_decoded.defvjp(_gather_decoded_fwd, _gather_decoded_bwd)
+
+
+def _check_rows(q: QTensor) -> None:
+    if q.format.block_rows != 1 or q.layout != "row_major":
+        raise ValueError(
+            f"Rows of a QTensor with format {q.format.name!r} and layout={q.layout!r} cannot be moved one by one; it "
+            "takes a format with scales for each row and layout='row_major': dequantise or unswizzle it first."
+        )
 
 
 def _rounded(product: jax.Array, place: jax.Array) -> jax.Array:
