@@ -10,7 +10,7 @@ from exchange_helpers import ROUTINGS, E, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmoe.plan import make_plan, merge_weights
+from jmoe.plan import _members_before, make_plan, merge_weights
 
 R, E_LOC, K, T = 4, 3, 4, 7
 
@@ -124,3 +124,11 @@ def test_plans_that_make_no_sense_are_refused():
         make_plan(ids, num_ranks=2, num_local=2, capacity=2, form="gathered")
     with pytest.raises(ValueError, match=r"form='ragged' is not known.*'batched'"):
         make_plan(ids, num_ranks=2, num_local=2, capacity=2, form="ragged")
+
+
+@pytest.mark.parametrize("tokens,targets", [(0, 2), (1, 3), (32, 1), (1000, 5), (17000, 2), (530000, 1)])
+def test_running_counts_are_those_of_a_cumulative_sum(rng, tokens, targets):
+    member = rng.random((tokens, targets)) < 0.6
+    before, total = jax.jit(_members_before)(jnp.asarray(member))
+    np.testing.assert_array_equal(before, np.cumsum(member, axis=0) - member)
+    np.testing.assert_array_equal(total, member.sum(axis=0))
