@@ -138,7 +138,7 @@ def _slots(member: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
 def _members_before(member: jax.Array) -> tuple[jax.Array, jax.Array]:
     """How many of the tokens before each are members, int32 [T, S], and how many are in all, int32 [S].
 
-    32 tokens make a word, whose bits are counted; words are then few enough to add up directly. XLA's cumsum takes 42 us
+    32 tokens make a word, whose bits are counted; words are few enough to add up directly. XLA's cumsum takes 42 us
     of an H200 for 8192 tokens and 2 ranks.
     """
     tokens, targets = member.shape
