@@ -52,6 +52,9 @@ class Machine(Numpy):
     def exp2_approx(self, a):
         return np.exp2(a).astype(np.float32)
 
+    def rsqrt_approx(self, a):
+        return (1 / np.sqrt(a)).astype(np.float32)
+
     def rcp_approx(self, a):
         return (1 / a).astype(np.float32)
 

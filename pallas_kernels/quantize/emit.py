@@ -212,6 +212,9 @@ class Ops:
     def rcp_approx(self, a: F) -> F:
         return F(_asm([ir.F32Type.get()], [a], "rcp.approx.ftz.f32 $0, $1;", "=f,f")[0])
 
+    def rsqrt_approx(self, a: F) -> F:
+        return F(_asm([ir.F32Type.get()], [a], "rsqrt.approx.ftz.f32 $0, $1;", "=f,f")[0])
+
     def exp2_approx(self, a: F) -> F:
         return F(_asm([ir.F32Type.get()], [a], "ex2.approx.ftz.f32 $0, $1;", "=f,f")[0])
 
@@ -319,6 +322,9 @@ class Ops:
         return U(arith.index_cast(_i32(), gpu.block_id(gpu.Dimension.x)))
 
 
+_TYPES = {32: "b32", 16: "u16", 8: "u8"}  # by bits
+
+
 class Pointer:
     """A byte address in device memory: base + row * stride in 64 bits."""
 
@@ -339,12 +345,12 @@ class Pointer:
         return Pointer(out, shared=self.space == "shared")
 
     def load(self, words: int, where: P | None = None, *, bits: int = 32) -> list[U]:
-        """1, 2 or 4 words (or one of 8 bits); 0 where the predicate is false."""
+        """1, 2 or 4 words (or one of 8 or 16 bits); 0 where the predicate is false."""
         vector = {1: "", 2: ".v2", 4: ".v4"}[words]
         outs = [f"${i}" for i in range(words)]
         target = outs[0] if words == 1 else "{" + ", ".join(outs) + "}"
         space = "global.nc" if self.space == "global" else self.space
-        instruction = f"ld.{space}{vector}.{'b32' if bits == 32 else 'u8'} {target}, [${words}];"
+        instruction = f"ld.{space}{vector}.{_TYPES[bits]} {target}, [${words}];"
         constraints = ",".join(["=&r"] * words + ["l"])
         operands = [self.address]
         if where is not None:
@@ -357,12 +363,12 @@ class Pointer:
         return [U(v) for v in _asm([_i32()] * words, operands, instruction, constraints, effects=effects)]
 
     def store(self, values: list[U], where: P | None = None, *, bits: int = 32):
-        """1, 2 or 4 words (or the low 8 bits of one)."""
+        """1, 2 or 4 words (or the low 8 or 16 bits of one)."""
         n = len(values)
         vector = {1: "", 2: ".v2", 4: ".v4"}[n]
         ins = [f"${i}" for i in range(n)]
         source = ins[0] if n == 1 else "{" + ", ".join(ins) + "}"
-        instruction = f"st.{self.space}{vector}.{'b32' if bits == 32 else 'u8'} [${n}], {source};"
+        instruction = f"st.{self.space}{vector}.{_TYPES[bits]} [${n}], {source};"
         constraints = ",".join(["r"] * n + ["l"])
         operands = [*values, self.address]
         if where is not None:

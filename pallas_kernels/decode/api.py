@@ -1,0 +1,120 @@
+"""The dense work of a decode step of one token, as three kernels; everything else about it is in the caller's hands.
+
+At one token XLA's matmuls do not reach the memory bandwidth, and norms, rotations, masks and cache updates are a dozen
+kernels of two microseconds each between them. Here a layer's attention is three: norm and projections, attention to
+the cache in parts, and the parts' sum with the output projection.
+
+Letters: D hidden, N outputs of a linear map (or slots of the cache), H query heads, G key/value heads, h head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..permute.thread import environment_obstacle, pick
+from . import mosaic_sm90, reference
+
+
+class Partial(NamedTuple):
+    """Attention to parts of the cache. out: [parts, H, h], each part's own weighted mean of values.
+
+    weight: float32 [parts, H, 2], log2 of the part's largest term, and the sum of its terms over that.
+    """
+
+    out: jax.Array
+    weight: jax.Array
+
+
+def normed_linear(
+    x: jax.Array,
+    scale: jax.Array,
+    w: jax.Array,
+    *,
+    eps: float,
+    add: jax.Array | None = None,
+    out_dtype=None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """RMSNorm of a row (x, or x + add) and a linear map of it.
+
+    x, add: [1, D]. scale: [D]. w: [N, D]. Returns ([1, N] of out_dtype (x's, unless told), x + add [1, D], normed row
+    [1, D]). Products are summed in float32. implementation: "mosaic_sm90", "xla", or None for the best that can.
+    """
+    if x.shape[0] != 1 or w.shape[1] != x.shape[1] or scale.shape != x.shape[1:]:
+        raise ValueError(
+            f"normed_linear got x {x.shape}, scale {scale.shape} and w {w.shape}; it takes [1, D], [D] and [N, D]."
+        )
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    why = mosaic_sm90.linear_obstacle(x, w, out_dtype) or environment_obstacle()
+    how = dict(eps=eps, out_dtype=out_dtype)
+    return pick(
+        "decode",
+        implementation,
+        why,
+        lambda a: mosaic_sm90.run_normed_linear(*a, **how),
+        lambda a: reference.normed_linear(*a, **how),
+        (x, scale, w, add),
+    )
+
+
+def attend(
+    qkv: jax.Array,
+    q_scale: jax.Array,
+    k_scale: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    cache: tuple[jax.Array, jax.Array],
+    valid: jax.Array,
+    slot: jax.Array,
+    *,
+    eps: float,
+    implementation: str | None = None,
+) -> tuple[Partial, tuple[jax.Array, jax.Array]]:
+    """One token's attention to a cache that it is written into first.
+
+    qkv: [1, (H + 2 * G) * h], queries, keys and values before norm and rotation. q_scale, k_scale: [h], of the RMSNorm
+    of each head. rotation: cosines and sines of the token's angles, float32 [h / 2] each. cache: keys and values,
+    [1, G, N, h]. valid: bool [1, N], which slots may be seen. slot: int32 [], where the token goes; later slots are
+    not read. Returns the parts, and the cache, updated in place where its buffers are the caller's to give.
+    """
+    keys, values = cache
+    groups, slots, size = keys.shape[1:]
+    if keys.shape != values.shape or keys.shape[0] != 1 or valid.shape != (1, slots) or qkv.shape[1] % size:
+        raise ValueError(
+            f"attend got qkv {qkv.shape}, a cache {keys.shape} and {values.shape}, and valid {valid.shape}; it takes "
+            "[1, (H + 2 * G) * h], [1, G, N, h] twice and [1, N]."
+        )
+    why = mosaic_sm90.attend_obstacle(qkv, keys) or environment_obstacle()
+    how = dict(eps=eps, splits=mosaic_sm90.parts(slots))
+    args = (qkv, q_scale, k_scale, *rotation, keys, values, valid, slot)
+    out, weight, keys, values = pick(
+        "decode",
+        implementation,
+        why,
+        lambda a: mosaic_sm90.run_attend(*a, **how),
+        lambda a: reference.attend(*a, **how),
+        args,
+    )
+    return Partial(out, weight), (keys, values)
+
+
+def merged_linear(
+    partial: Partial, w: jax.Array, add: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """add [1, D] + the parts' sum [1, H * h] times w [D, H * h], in add's dtype."""
+    if w.shape != (add.shape[1], partial.out.shape[1] * partial.out.shape[2]):
+        raise ValueError(
+            f"merged_linear got parts {partial.out.shape}, w {w.shape} and add {add.shape}; it takes [parts, H, h], "
+            "[D, H * h] and [1, D]."
+        )
+    why = mosaic_sm90.merged_obstacle(partial.out, w, add) or environment_obstacle()
+    return pick(
+        "decode",
+        implementation,
+        why,
+        lambda a: mosaic_sm90.run_merged_linear(*a),
+        lambda a: a[3] + reference.linear(reference.merge(a[0], a[1]), a[2], a[3].dtype),
+        (*partial, w, add),
+    )

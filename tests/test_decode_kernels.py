@@ -1,0 +1,138 @@
+"""The kernels of a decode step, run thread by thread on the host, against plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import permute_emulator
+import pytest
+
+from pallas_kernels import decode
+from pallas_kernels.decode import mosaic_sm90, reference
+
+HEAD = mosaic_sm90.HEAD
+
+
+def launch_in_place(program, task, operands, outputs, *, updated=(), **how):
+    """`mosaic_sm90._launch` on the host: what is written in place is an output that starts as the operand."""
+    memory = {name: np.array(operands[name]) for name in updated}
+    data = {name: a.view(np.uint8).reshape(-1) for name, a in memory.items()}
+
+    def run(o, t, refs):
+        program(o, t, refs | {name: permute_emulator.Memory(d) for name, d in data.items()})
+
+    rest = {name: value for name, value in operands.items() if name not in updated}
+    return permute_emulator.launch(run, task, rest, outputs, **how) | {n: jnp.asarray(a) for n, a in memory.items()}
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch):
+    permute_emulator.install(monkeypatch, mosaic_sm90)
+    monkeypatch.setattr(mosaic_sm90, "_launch", launch_in_place)
+
+
+def close(actual, expected, limit):
+    a, b = (np.asarray(x, np.float64) for x in (actual, expected))
+    assert a.shape == b.shape
+    assert np.linalg.norm(a - b) <= limit * np.linalg.norm(b)
+
+
+def draw(rng, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(rng.normal(size=shape).astype(np.float32)).astype(dtype)
+
+
+@pytest.mark.parametrize(("columns", "outputs"), [(256, 5), (512, 200), (2048, 2080), (768, 40000)])
+@pytest.mark.parametrize("added", [False, True])
+def test_norm_and_linear_map(columns, outputs, added, rng):
+    if outputs == 40000 and added:
+        pytest.skip("as many threads as the other cases together")
+    x, scale, w = draw(rng, 1, columns), draw(rng, columns) + 1, draw(rng, outputs, columns)
+    add = draw(rng, 1, columns) if added else None
+    for dtype in (jnp.bfloat16, jnp.float32):
+        how = dict(eps=1e-6, out_dtype=jnp.dtype(dtype))
+        out, total, normed = mosaic_sm90.run_normed_linear(x, scale, w, add, **how)
+        expected = reference.normed_linear(x, scale, w, add, **how)
+        np.testing.assert_array_equal(total, expected[1])
+        close(normed, expected[2], 1e-3)  # an ulp here and there: the root is the hardware's
+        close(out, expected[0], 4e-3 if dtype == jnp.bfloat16 else 1e-3)
+        assert out.dtype == dtype
+
+
+SHAPES = [(8, 1, 128, 5), (8, 2, 300, 260), (4, 4, 130, 0), (4, 2, 700, 699), (2, 2, 5000, 4999), (16, 2, 2100, 77)]
+
+
+def attention_inputs(rng, heads, groups, slots, slot):
+    angles = rng.normal(size=HEAD // 2)
+    rotation = [jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin)]
+    cache = [draw(rng, 1, groups, slots, HEAD) for _ in "kv"]
+    valid = jnp.asarray(rng.random((1, slots)) < 0.8).at[0, slot].set(True)
+    scales = [draw(rng, HEAD) + 1 for _ in "qk"]
+    return draw(rng, 1, (heads + 2 * groups) * HEAD), *scales, *rotation, *cache, valid, jnp.int32(slot)
+
+
+@pytest.mark.parametrize(("heads", "groups", "slots", "slot"), SHAPES)
+def test_attention_in_parts(heads, groups, slots, slot, rng):
+    args = attention_inputs(rng, heads, groups, slots, slot)
+    how = dict(eps=1e-6, splits=mosaic_sm90.parts(slots))
+    out, weight, keys, values = mosaic_sm90.run_attend(*args, **how)
+    expected = reference.attend(*args, **how)
+    untouched = np.arange(slots) != slot
+    for mine, theirs, before in ((keys, expected[2], args[5]), (values, expected[3], args[6])):
+        close(mine, theirs, 1e-4)
+        np.testing.assert_array_equal(np.asarray(mine)[:, :, untouched], np.asarray(before)[:, :, untouched])
+    close(reference.merge(out, weight), reference.merge(*expected[:2]), 4e-3)
+
+
+def test_a_part_that_sees_nothing_weighs_nothing(rng):
+    args = list(attention_inputs(rng, 4, 2, 512, 400))
+    args[7] = args[7].at[0, :256].set(False)
+    out, weight, *_ = mosaic_sm90.run_attend(*args, eps=1e-6, splits=4)
+    assert (np.asarray(weight)[:2, :, 1] == 0).all() and (np.asarray(out)[:2] == 0).all()
+    close(reference.merge(out, weight), reference.merge(*reference.attend(*args, eps=1e-6, splits=4)[:2]), 4e-3)
+
+
+@pytest.mark.parametrize(("heads", "outputs", "parts"), [(2, 40, 1), (8, 256, 9), (32, 100, 16)])
+def test_merge_and_linear_map(heads, outputs, parts, rng):
+    out, w, add = draw(rng, parts, heads, HEAD), draw(rng, outputs, heads * HEAD), draw(rng, 1, outputs)
+    weight = jnp.asarray(np.stack([rng.normal(size=(parts, heads)) * 5, rng.random((parts, heads)) * 99], -1), jnp.float32)
+    if parts > 1:
+        weight = weight.at[0, 0].set(jnp.asarray([mosaic_sm90.NEVER, 0.0]))
+    actual = mosaic_sm90.run_merged_linear(out, weight, w, add)
+    exact = reference.linear(reference.merge(out, weight), w, jnp.float32) + add.astype(jnp.float32)
+    close(actual, exact, 6e-3)
+
+
+def test_plain_form_is_attention_over_the_whole_cache(rng):
+    args = attention_inputs(rng, 8, 2, 300, 250)
+    qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot = args
+    partial, cache = decode.attend(qkv, q_scale, k_scale, (cos, sin), (keys, values), valid, slot, eps=1e-6)
+    assert partial.out.shape == (3, 8, HEAD)
+    q = reference.rotate(reference.rms_norm(qkv.reshape(-1, HEAD)[:8], q_scale, 1e-6), cos, sin)
+    k, v = (np.repeat(np.asarray(a[0], np.float64), 4, 0) for a in cache)
+    scores = np.einsum("hd,hnd->hn", np.asarray(q, np.float64), k) / np.sqrt(HEAD)
+    scores[:, ~np.asarray(valid[0]) | (np.arange(300) > 250)] = -np.inf
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    whole = np.einsum("hn,hnd->hd", weights / weights.sum(1, keepdims=True), v).reshape(1, -1)
+    close(reference.merge(*partial), whole, 5e-3)
+    w, add = draw(rng, 256, 8 * HEAD), draw(rng, 1, 256)
+    close(decode.merged_linear(partial, w, add), whole @ np.asarray(w, np.float64).T + np.asarray(add, np.float64), 1e-2)
+
+
+def test_what_the_kernels_cannot_do_is_said(rng):
+    x, scale, w = draw(rng, 1, 320), draw(rng, 320), draw(rng, 8, 320)
+    with pytest.raises(ValueError, match="multiples of 256 values, not of 320"):
+        decode.normed_linear(x, scale, w, eps=1e-6, implementation="mosaic_sm90")
+    y, _, _ = decode.normed_linear(x, scale, w, eps=1e-6)
+    assert y.shape == (1, 8)
+    with pytest.raises(ValueError, match=r"takes \[1, D\], \[D\] and \[N, D\]"):
+        decode.normed_linear(x, scale, w.T, eps=1e-6)
+    args = attention_inputs(rng, 6, 2, 64, 3)
+    qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot = args
+    with pytest.raises(ValueError, match="1, 2, 4 or 8 query heads to a key head, not 3"):
+        decode.attend(
+            qkv, q_scale, k_scale, (cos, sin), (keys, values), valid, slot, eps=1e-6, implementation="mosaic_sm90"
+        )
+    with pytest.raises(ValueError, match=r"attend got qkv .* valid \(1, 9\)"):
+        decode.attend(qkv, q_scale, k_scale, (cos, sin), (keys, values), valid[:, :9], slot, eps=1e-6)
+    jax.eval_shape(
+        lambda *a: decode.attend(*a[:3], a[3:5], a[5:7], *a[7:], eps=1e-6), *args
+    )  # three to a key head: the plain form
