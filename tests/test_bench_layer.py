@@ -5,27 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.bench import layer, layer_peers, model
+from jmoe.bench import layer, layer_case, layer_peers, model
 from jmoe.bench.common import NoProgress
 from jmoe.bench.profile import _scopes, profile
 from jmoe.config import MoEConfig, QuantConfig
 
-LIMITS = layer.Ceilings(4e12, {"bfloat16": 800e12, "fp8": 1500e12})
+LIMITS = layer_case.Ceilings(4e12, {"bfloat16": 800e12, "fp8": 1500e12})
 
 
 def test_the_roofline_counts_operations_of_many_rows_and_touched_weights_of_few():
     qwen = layer.SHAPES["qwen3-30b-a3b"]
-    many = layer.roofline_seconds(qwen, 32768, LIMITS)
+    many = layer_case.roofline_seconds(qwen, 32768, LIMITS)
     assert many == pytest.approx(32768 * 8 * 6 * 2048 * 768 / 800e12, rel=1e-6)
-    one = layer.roofline_seconds(qwen, 1, LIMITS)
+    one = layer_case.roofline_seconds(qwen, 1, LIMITS)
     assert one == pytest.approx(8 * 3 * 2048 * 768 * 2 / 4e12, rel=0.01)
     nvfp4 = MoEConfig(2048, 768, 128, 8, quant=QuantConfig(weights="nvfp4"))
-    assert layer.roofline_seconds(nvfp4, 1, LIMITS) == pytest.approx(one * 4.5 / 16, rel=0.02)
+    assert layer_case.roofline_seconds(nvfp4, 1, LIMITS) == pytest.approx(one * 4.5 / 16, rel=0.02)
 
 
 def test_the_smoke_run_of_the_layer_compares_every_format_with_float32(monkeypatch):
     monkeypatch.setattr(layer, "VARIANTS", (layer.VARIANTS[0], layer.VARIANTS[2]))
-    monkeypatch.setattr(layer, "WIRES", layer.WIRES[1:2])
+    monkeypatch.setattr(layer, "WIRES", (layer.WIRES[0], layer.WIRES[3]))
     records = layer.run(True, NoProgress())
     errors = {(r.name, r.parameters["T"]): r.error for r in records if r.error is not None}
     for tokens in layer.SMOKE_TOKENS:
@@ -33,21 +33,34 @@ def test_the_smoke_run_of_the_layer_compares_every_format_with_float32(monkeypat
         assert 0.05 < errors["NVFP4 weights", tokens] < 0.25
         assert 0.01 < errors["EP, FP8-128 wire", tokens] < 0.06
     assert not any(r.meaningful for r in records)
+    assert next(r for r in records if r.name.endswith("faster from")).unit == "tokens"
     first = records[0]
     assert first.peer_name == "stock JAX" and first.peer == next(r.value for r in records if r.name == "stock JAX")
 
 
 def test_stock_jax_computes_the_same_layer():
     config = MoEConfig(64, 32, 8, 2)
-    params = layer.random_params(jax.random.key(0), config)
-    x = layer._inputs(config, 5, 1)[0]
+    params = layer_case.random_params(jax.random.key(0), config)
+    x = layer_case.inputs(config, 5, 1)[0]
     y = layer_peers.stock_layer(x, *layer_peers.stock_weights(params), top_k=2)
-    np.testing.assert_allclose(np.asarray(y, np.float32), layer.reference(config, params, x), atol=0.03)
+    np.testing.assert_allclose(np.asarray(y, np.float32), layer_case.reference(config, params, x), atol=0.03)
+
+
+def test_the_table_says_from_which_number_of_tokens_a_wire_is_faster():
+    def figure(name, tokens, seconds):
+        return layer_case.record("tiny", layer.SMOKE_SHAPES["tiny"], tokens, name, seconds, 2, 0.0)
+
+    plain, mxfp8, nvfp4 = (w.name for w in layer.WIRES[:3])
+    records = [figure(plain, t, 1.0) for t in (1, 2, 3)]
+    records += [figure(mxfp8, 1, 0.9), figure(mxfp8, 2, 1.1), figure(mxfp8, 3, 0.8), figure(nvfp4, 3, 1.5)]
+    first, second = layer.crossovers(records)
+    assert first.name == f"{mxfp8} faster from" and first.value == 3 and second.value is None
+    assert first.parameters["times_as_fast"] == {"1": 1.111, "2": 0.909, "3": 1.25}
 
 
 def test_touched_experts_are_those_of_random_routing(rng):
     counts = [len(np.unique([rng.choice(32, 4, replace=False) for _ in range(10)])) for _ in range(400)]
-    assert layer.touched_experts(32, 4, 10) == pytest.approx(np.mean(counts), rel=0.02)
+    assert layer_case.touched_experts(32, 4, 10) == pytest.approx(np.mean(counts), rel=0.02)
 
 
 def test_generation_reads_what_it_must_and_its_cache_changes_nothing(monkeypatch):

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -46,16 +47,27 @@ def stock_bytes(config: MoEConfig, tokens: int) -> int:
     return rows * config.num_experts * config.hidden_size * 2 if jax.default_backend() == "gpu" else 0
 
 
-def torch_seconds(config: MoEConfig, tokens: tuple[int, ...]) -> dict[int, float]:
-    """Seconds of eager PyTorch with `torch._grouped_mm`, in a process of its own; {} without torch or a GPU."""
+def start_torch(config: MoEConfig, tokens: tuple[int, ...]) -> Callable[[], dict[int, float]]:
+    """Start eager PyTorch with `torch._grouped_mm` in a process of its own.
+
+    Returns what waits for it and gives seconds by tokens; {} without torch or a GPU, or where it fails.
+    """
     if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
-        return {}
+        return dict
     sizes = [config.hidden_size, config.intermediate_size, config.num_experts, config.num_experts_per_tok]
-    argument = json.dumps([sizes, list(tokens)])
-    done = subprocess.run([sys.executable, "-c", _TORCH, argument], capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        return {}
-    return {int(t): s for t, s in json.loads(done.stdout.splitlines()[-1]).items()}
+    command = [sys.executable, "-c", _TORCH, json.dumps([sizes, list(tokens)])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def wait() -> dict[int, float]:
+        try:
+            said, _ = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return {}
+        lines = said.splitlines()
+        return {int(t): s for t, s in json.loads(lines[-1]).items()} if process.returncode == 0 and lines else {}
+
+    return wait
 
 
 _TORCH = """

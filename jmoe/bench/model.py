@@ -29,7 +29,7 @@ import numpy as np
 from jmoe.config import QuantConfig
 
 from .common import NoProgress, Progress, Record, relative_error
-from .layer import Ceilings, ceilings, touched_experts
+from .layer_case import Ceilings, ceilings, touched_experts
 
 DECODING = ((1, 1024), (8, 1024), (64, 1024), (256, 512))  # (B, tokens that each sequence has already)
 WEIGHTS = (("BF16", None), ("FP8-128", "fp8_128x128"), ("NVFP4", "nvfp4"))
