@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from . import mosaic_warp_sm90 as warp
 from .bounds import MAX_GROUPS, Bounds, find_tile, make_bounds, num_tiles, num_words, write_bounds
 from .gate import Gate, gated_product
 from .mosaic_dequant import Packed, dequantise, permute_columns
@@ -42,6 +43,7 @@ class DecodeConfig:
     works on the last gained nothing: the other warpgroups do that.)
     rows: 32 gives tiles half as large, for weights that are too few for all multiprocessors; the matrix unit then works
     on 64 rows of which half are left over.
+    warp: multiply 4-bit weights with the warps' own instruction (mosaic_warp_sm90.py); for up to 32 tokens.
     """
 
     block_t: int = 16
@@ -51,13 +53,15 @@ class DecodeConfig:
     per_sm: int = 2
     pieces: int = 1
     rows: int = _ROWS
+    warp: bool = False
     num_blocks: int | None = None
 
     def __post_init__(self):
         if self.block_t not in (8, 16, 24, 32, 48, 64, 128, 192, 256):
             raise ValueError(f"block_t={self.block_t}: choose 8, 16, 24, 32, 48 or a multiple of 64 up to 256.")
-        if self.consumers not in (1, 2, 3, 4):
-            raise ValueError(f"consumers={self.consumers}: choose 1 to 4.")
+        most = 7 if self.warp else 4
+        if not 1 <= self.consumers <= most:
+            raise ValueError(f"consumers={self.consumers}: choose 1 to {most}.")
         if self.chunks not in (1, 2, 4, 8):
             raise ValueError(f"chunks={self.chunks}: choose 1, 2, 4 or 8.")
         if self.pieces not in (1, 2):
@@ -65,6 +69,12 @@ class DecodeConfig:
         if self.rows not in (32, _ROWS) or (self.rows < _ROWS and self.block_t > BOX):
             raise ValueError(
                 f"rows={self.rows}, block_t={self.block_t}: choose rows={_ROWS}, or 32 up to block_t={BOX}."
+            )
+
+        if self.warp and (self.block_t > 32 or self.rows < _ROWS or self.pieces > 1):
+            raise ValueError(
+                f"warp=True with block_t={self.block_t}, rows={self.rows}, pieces={self.pieces}: choose block_t up to "
+                f"32, rows={_ROWS} and pieces=1."
             )
 
     @property
@@ -82,6 +92,8 @@ class DecodeConfig:
 
         A block gets 168, 128 or 96 for each thread of 3, 4 or 5 warpgroups: asking for more in all would wait forever.
         """
+        if self.warp:  # 63 with one weight, up to 96 with two
+            return None
         many = self.block_t >= 64 and self.per_sm == 1
         return {2: (40, 232) if many else None, 3: (40, 152), 4: (32, 112)}.get(self.consumers)
 
@@ -104,7 +116,7 @@ class DecodeConfig:
         scales = max(16, self.chunks * packed.scales) if packed and packed.scales else 0
         held = parts * self.held_n
         stage = self.chunks * (held + self.block_t * tokens) * SWIZZLE + held * scales
-        return self.stages * stage + self.consumers * _ROWS * self.box * itemsize
+        return self.stages * stage + (0 if self.warp else self.consumers * _ROWS * self.box * itemsize)
 
 
 def store_transposed(ref, value):
@@ -171,10 +183,10 @@ def _body(
     c: DecodeConfig = config
     n = out.shape[1]
     parts = range(w.shape[1])
-    x_smem, x_load = as_views(x_smem, 2, interpret)
+    x_smem, x_load = (x_smem, x_smem) if c.warp else as_views(x_smem, 2, interpret)
     bytes_k = c.chunks * SWIZZLE
     wide = bytes_k // jnp.dtype(w.dtype).itemsize  # elements of w's array in one stage
-    x_chunks = c.chunks * (2 * packed.per_byte if packed else 1)
+    x_chunks = c.chunks * (warp.WORDS if c.warp else 2 * packed.per_byte if packed else 1)
     k_steps = pl.cdiv(w.shape[3], wide)
     n_tiles = pl.cdiv(n, c.block_n)
     boxes = c.block_t // c.box
@@ -324,6 +336,23 @@ def _body(
             zeros = [plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA) for _ in parts]
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
 
+        def accumulate_by_warps(weight, step):
+            """`accumulate` with the warps' own matrix instruction."""
+
+            def per_step(j, carry):
+                step, accs = carry
+                slot = lax.rem(step, c.stages)
+                start = lax.rem(j * (c.chunks * packed.scales), s_smem.shape[3])
+                plgpu.barrier_wait(full.at[slot])
+                w_refs = [w_smem.at[slot, part, my_rows] for part in parts]
+                s_refs = [s_smem.at[slot, part, my_rows, pl.ds(start, c.chunks * packed.scales)] for part in parts]
+                accs = warp.multiply(accs, w_refs, s_refs, x_smem.at[slot], packed, interpret=interpret)
+                plgpu.barrier_arrive(empty.at[slot])
+                return step + 1, accs
+
+            zeros = [plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA) for _ in parts]
+            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
+
         def row_vector(row, size):
             """Where a warpgroup's 64 values lie; past the end of the weight others do, but nothing is stored there."""
             return pl.ds(jnp.minimum(row, size - _ROWS), _ROWS)
@@ -352,11 +381,14 @@ def _body(
             if packed and not packed.scales:
                 end, values = accumulate_scaled(weight, col, step)
             else:
-                end, values = accumulate(weight, step)
+                end, values = (accumulate_by_warps if c.warp else accumulate)(weight, step)
             values = [finished(value, part, weight, col + wg * c.rows) for part, value in enumerate(values)]
             value = (gated_product(values[0], values[1], gate) if gate else values[0]).astype(out.dtype)
             columns, mine = pl.ds(col + wg * c.rows, c.rows), pl.ds(0, c.rows)
             inside = col + wg * c.rows < n  # single rows are not clipped where a tile reaches over the end of N
+            if c.warp and not interpret:
+                warp.store_rows(value, out, first, rows, col + wg * c.rows, inside)
+                return end
             for box in range(boxes):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 store_transposed(out_smem.at[wg], value[:, box * c.box : (box + 1) * c.box])
@@ -384,7 +416,8 @@ def _body(
             return end
 
         each_tile(my_tiles, tile_at, per_tile)
-        plgpu.wait_smem_to_gmem(0)
+        if interpret or not c.warp:
+            plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "packed", "gate", "out_dtype", "zero_tail", "interpret"))
@@ -431,8 +464,14 @@ def grouped_matmul_decode(
                 f"w {w.shape} with scales {scales.shape}: rows of w must be multiples of 128 bytes, and rows of scales "
                 "multiples of 16 bytes; pad K."
             )
-        x = permute_columns(x, packed)
-        x_chunks *= packed.chunk // _WIDTH
+        if c.warp:
+            if packed.element != "e2m1":
+                raise ValueError(f"warp=True with {packed.element} weights: it is for 4-bit weights.")
+            x = warp.arrange_columns(x)
+            x_chunks *= warp.WORDS
+        else:
+            x = permute_columns(x, packed)
+            x_chunks *= packed.chunk // _WIDTH
         if packed.scales:
             s_smem = plgpu.SMEM((c.stages, parts, c.held_n, max(16, c.chunks * packed.scales)), jnp.uint8)
     if c.rows < _ROWS:  # 64 values are read from any multiple of c.rows
@@ -467,10 +506,12 @@ def grouped_matmul_decode(
                 w.dtype,
                 transforms=swizzled(w.dtype),
             ),
-            x_smem=row_views((c.stages, x_chunks, c.block_t, _WIDTH), x.dtype, plain=False, interpret=bool(interpret)),
+            x_smem=plgpu.SMEM((c.stages, x_chunks, c.block_t, warp.WIDTH), x.dtype)
+            if c.warp
+            else row_views((c.stages, x_chunks, c.block_t, _WIDTH), x.dtype, plain=False, interpret=bool(interpret)),
             s_smem=s_smem,
             a_smem=plgpu.SMEM((c.consumers, _ROWS, packed.chunk // c.pieces if packed and interpret else 8), x.dtype),
-            out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS), out_dtype),
+            out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS) if interpret or not c.warp else (1, 8, 8), out_dtype),
             bounds_smem=plgpu.SMEM((2, num_words(group_sizes.shape[0]) if summed else 8), jnp.int32),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
             empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),

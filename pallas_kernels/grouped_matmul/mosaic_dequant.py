@@ -199,8 +199,8 @@ def _asm(llvm, result_type, operands, text):
     return llvm.inline_asm(result_type, operands, text, ",".join(["=&r"] + ["r"] * len(operands)))
 
 
-def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -> jax.Array:
-    """The same values in the same order, for the interpreter."""
+def decoded(data: jax.Array, scales: jax.Array | None, packed: Packed) -> jax.Array:
+    """uint8 [rows, bytes] and scale bytes as BF16 [rows, elements], divided by packed.factor where there are scales."""
     data = data.astype(jnp.int32)
     if packed.element == "e4m3":
         value = _minifloat(data, 4, 3)
@@ -210,11 +210,17 @@ def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -
         scales = scales.astype(jnp.int32)
         scales = _minifloat(scales, 4, 3) if packed.scale == "e4m3" else jnp.exp2(scales.astype(jnp.float32) - 127.0)
         value = value * jnp.repeat(scales / packed.factor, packed.block, axis=1)
+    return value.astype(jnp.bfloat16)
+
+
+def _dequantise_jnp(data: jax.Array, scales: jax.Array | None, packed: Packed) -> jax.Array:
+    """The same values in the same order, for the interpreter."""
+    value = decoded(data, scales, packed)
     if packed.element == "e4m3":
         value = value.reshape(64, -1, 4, 2, 2).transpose(0, 1, 4, 2, 3)
     else:
         value = value.reshape(64, -1, 4, 2, 4).transpose(0, 1, 4, 2, 3)
-    return value.reshape(64, packed.chunk).astype(jnp.bfloat16)
+    return value.reshape(64, packed.chunk)
 
 
 def _minifloat(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
