@@ -6,44 +6,42 @@ A dispatch is timed from bf16 rows to received rows (quantising and packing incl
 to the owner's sums; routing and plan are made before. Remote bytes are what has to cross the link in one direction: a
 row for each (token, other rank) or, in the batched form, for each (token, expert elsewhere), the most that any rank
 sends. Logical bytes count the own rank too. A collective moves its padding as well, which is not counted in its favour.
-Each figure is the median of chains of dependent calls inside one jit.
+Each figure is the median of chains of dependent calls inside one jit. All programs of one T are compiled side by side
+before any of them is timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jmoe import compat
 from jmoe.backends import Backend, Exchange, combine, dispatch_payload, exchange_for, get_backend, start
 from jmoe.backends.engine import remote_write_engine
 from jmoe.backends.scales import pack_rows
 from jmoe.payload import RowLayout, row_layout, to_bytes, unpack_data
 from pallas_kernels.all_to_all import ragged_all_to_all
 
+from . import dispatch_peers
 from .common import LINK_GBPS, NoProgress, Progress, Record
 from .plot import lines
-from .timing import depend
+from .programs import AXIS, Chain, Program, Ranks, Timer
+from .timing import CHAIN_SECONDS
 
-AXIS = "ep"
 DECODE_TOKENS = 256  # the batched form is for decoding
-TOKENS = (1, 16, 128, 512, 2048, 8192, 32768)
-RAGGED_TOKENS = (128, 512, 2048, 8192)  # lax.ragged_all_to_all takes 22 ms of 8192 rows
+TOKENS = (8192, 128, 1, 1024, 32768)  # the most telling first: a run may be cut short
+RAGGED_TOKENS = (128, 1024, 8192)  # lax.ragged_all_to_all takes 22 ms of 8192 rows
 WIRES = ("bfloat16", "mxfp8", "nvfp4_token", "fp8_128")
 COMBINE_WIRES = ("bfloat16", "mxfp8")
 SMOKE_BACKENDS = ("nvlink_one_sided", "low_latency")
-MEASURED = ("allgather_reducescatter", "nvlink_two_sided", "deepep_high_throughput", *SMOKE_BACKENDS)
+MEASURED = ("nvlink_one_sided", "low_latency", "nvlink_two_sided", "allgather_reducescatter", "deepep_high_throughput")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,149 +53,127 @@ class Shape:
     top_k: int = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Timer:
-    """calls in one jitted chain, chains between two looks at the clock, and how often."""
-
-    calls: int = 20
-    chains: int = 3
-    repeats: int = 5
-
-
-class Bench:
-    """What all cases share: devices, sizes, and what was measured once for several of them."""
+class Bench(Ranks):
+    """The ranks, what travels between them, and the kernels that move it."""
 
     def __init__(self, shape: Shape, timer: Timer, *, meaningful: bool):
-        devices = jax.devices()[:8]
-        self.mesh = jax.sharding.Mesh(np.array(devices), (AXIS,))
-        self.num_ranks = len(devices)
-        self.shape = dataclasses.replace(shape, experts=shape.experts // len(devices) * len(devices))
-        self.timer, self.meaningful = timer, meaningful
-        self.engine = remote_write_engine() if len(devices) > 1 else None
-        self._peers: dict[tuple[int, int], float] = {}
-        self._inputs: tuple[int, tuple[jax.Array, ...]] | None = None
+        super().__init__(timer)
+        self.shape = dataclasses.replace(shape, experts=shape.experts // self.num_ranks * self.num_ranks)
+        self.engine = remote_write_engine() if self.num_ranks > 1 else None
+        self.meaningful = meaningful
 
-    def mapped(self, function, **jit):
-        """`function` of one rank's arrays, jitted over the mesh; outside, arrays have a leading axis of ranks."""
 
-        def local(*args):
-            return jax.tree.map(lambda v: v[None], function(*jax.tree.map(lambda v: v[0], args)))
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What is timed, what says how wrong it is (two numbers of each rank), and the record of the two."""
 
-        return jax.jit(compat.shard_map(local, mesh=self.mesh, in_specs=P(AXIS), out_specs=P(AXIS)), **jit)
+    chain: Chain
+    check: Program
+    record: Callable[[float, list[float]], Record]
 
-    def inputs(self, tokens: int) -> tuple[jax.Array, ...]:
-        """ids int32 [R, T, K] of a uniform router, weights and bf16 rows."""
-        if self._inputs is None or self._inputs[0] != tokens:
-            shape = self.shape
+    def measure(self) -> Record:
+        return self.record(self.chain.seconds, [float(np.asarray(v, np.float64).sum()) for v in self.check.result])
 
-            def make(rank):
-                keys = jax.random.split(jax.random.fold_in(jax.random.key(tokens), rank[0]), 3)
-                _, ids = lax.top_k(jax.random.uniform(keys[0], (tokens, shape.experts)), shape.top_k)
-                weights = jax.random.uniform(keys[1], ids.shape)
-                return ids.astype(jnp.int32), weights, jax.random.normal(keys[2], (tokens, shape.hidden), jnp.bfloat16)
 
-            self._inputs = None  # frees the others first
-            self._inputs = (tokens, self.mapped(make)(self.put(np.arange(self.num_ranks, dtype=np.int32)[:, None])))
-        return self._inputs[1]
+class Tokens:
+    """All programs of one T, and what they share."""
 
-    def put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, NamedSharding(self.mesh, P(AXIS)))
+    def __init__(self, bench: Bench, tokens: int):
+        self.bench, self.tokens = bench, tokens
+        shape = bench.shape
 
-    def seconds(self, step, first: jax.Array, *rest) -> float:
-        """Median seconds of one `step(first, *rest)`, each call of a chain waiting for the one before."""
+        def make(rank):
+            keys = jax.random.split(jax.random.fold_in(jax.random.key(tokens), rank[0]), 3)
+            _, ids = lax.top_k(jax.random.uniform(keys[0], (tokens, shape.experts)), shape.top_k)
+            weights = jax.random.uniform(keys[1], ids.shape)
+            return ids.astype(jnp.int32), weights, jax.random.normal(keys[2], (tokens, shape.hidden), jnp.bfloat16)
 
-        def chain(first, *rest):
-            def one(_, first):
-                return depend(first, lax.optimization_barrier(step(first, *rest)))
+        ranks = jax.device_put(np.arange(bench.num_ranks, dtype=np.int32)[:, None], bench.sharding)
+        self.ids, self.weights, self.x = bench.mapped(make)(ranks)
+        self._plans: dict[str, Program] = {}
+        self._peers: dict[int, Chain] = {}
 
-            return lax.fori_loop(0, self.timer.calls, one, first)
+    def plan(self, backend: Backend, exchange: Exchange) -> Program:
+        if backend.name not in self._plans:
+            self._plans[backend.name] = Program(self.bench, lambda ids: backend.plan(ids, exchange), self.ids)
+        return self._plans[backend.name]
 
-        run = self.mapped(chain, donate_argnums=0)
-        first = run(jnp.copy(first), *rest)
-        taken = []
-        for _ in range(self.timer.repeats):
-            jax.block_until_ready(first)
-            begin = time.perf_counter()
-            for _ in range(self.timer.chains):
-                first = run(first, *rest)
-            jax.block_until_ready(first)
-            taken.append((time.perf_counter() - begin) / (self.timer.chains * self.timer.calls))
-        return statistics.median(taken)
+    def calls(self, rows: float, row_bytes: int) -> int:
+        """Of a chain that moves so many rows over a link in each call."""
+        return self.bench.timer.calls or int(min(200, max(4, CHAIN_SECONDS / (15e-6 + rows * row_bytes / 300e9))))
 
-    def peer(self, row_bytes: int, tokens: int) -> float:
-        """Seconds of NCCL's dense exchange of the same rows: T rows of `row_bytes` to every rank."""
-        if (row_bytes, tokens) not in self._peers:
+    def peer(self, row_bytes: int) -> Chain:
+        """NCCL's dense exchange of the same rows: T rows of `row_bytes` to every rank."""
+        if row_bytes not in self._peers:
+            bench, rows = self.bench, self.bench.num_ranks * self.tokens
             exchange = functools.partial(lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0, tiled=True)
-            rows = np.random.default_rng(0).integers(0, 256, (1, 1, row_bytes), np.uint8)
-            many = self.mapped(lambda v: jnp.tile(v, (self.num_ranks * tokens, 1)))
-            rows = many(self.put(np.repeat(rows, self.num_ranks, 0)))
-            self._peers[row_bytes, tokens] = self.seconds(exchange, rows)
-        return self._peers[row_bytes, tokens]
+            make = lambda ids: jnp.tile(jax.random.bits(jax.random.key(0), (1, row_bytes), jnp.uint8), (rows, 1))  # noqa: E731
+            calls = self.calls(self.tokens * (bench.num_ranks - 1), row_bytes)
+            self._peers[row_bytes] = Chain(bench, exchange, Program(bench, make, self.ids), calls=calls)
+        return self._peers[row_bytes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One backend, wire format and number of tokens, on one machine."""
 
-    bench: Bench
+    at: Tokens
     backend: Backend
     wire: str
-    tokens: int
 
     @property
     def layout(self) -> RowLayout:
-        return row_layout(self.bench.shape.hidden, self.wire, self.bench.shape.top_k)
+        return row_layout(self.at.bench.shape.hidden, self.wire, self.at.bench.shape.top_k)
 
     def exchange(self, *, kernel: bool) -> Exchange:
         """By the backend's kernel where it has one that runs here, or by the portable collectives."""
-        shape, num_ranks = self.bench.shape, self.bench.num_ranks
+        bench = self.at.bench
         return exchange_for(
             self.backend,
-            tokens=self.tokens,
-            num_ranks=num_ranks,
-            num_local=shape.experts // num_ranks,
-            top_k=shape.top_k,
+            tokens=self.at.tokens,
+            num_ranks=bench.num_ranks,
+            num_local=bench.shape.experts // bench.num_ranks,
+            top_k=bench.shape.top_k,
             axis_name=AXIS,
-            engine=self.bench.engine if kernel and self.backend.kernel_slot else None,
+            engine=bench.engine if kernel and self.backend.kernel_slot else None,
         )
 
-    def measure(self) -> list[Record]:
-        bench, exchange = self.bench, self.exchange(kernel=True)
-        ids, weights, x = bench.inputs(self.tokens)
-        plan = bench.mapped(lambda ids: self.backend.plan(ids, exchange))(ids)
+    def figures(self) -> list[Figure]:
+        at, exchange, layout = self.at, self.exchange(kernel=True), self.layout
+        plan = at.plan(self.backend, exchange)
 
         def dispatch(x, ids, weights, plan):
-            flight = start(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+            flight = start(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=layout)
             return flight.rows if flight.data is None else (flight.rows, flight.data)
 
-        counts = np.asarray(plan.counts).reshape(bench.num_ranks, bench.num_ranks, -1).sum(-1)  # [source, target]
-        seconds = bench.seconds(dispatch, x, ids, weights, plan)
-        wrong, row = self.wrong_bytes(exchange), self.layout.row_bytes
-        records = [self.record("dispatch", self.wire, seconds, row, counts, exchange, wrong, "wrong bytes")]
-        if self.layout.format is not None:
-            return records
-        return records + [self.combine(wire, plan, counts, exchange) for wire in COMBINE_WIRES]
+        calls = at.calls(at.tokens * (at.bench.num_ranks - 1), layout.row_bytes)
+        chain = Chain(at.bench, dispatch, at.x, at.ids, at.weights, plan, calls=calls)
+        check = Program(at.bench, functools.partial(self._wrong_bytes, exchange), at.ids, at.weights, at.x, plan)
+        share = lambda wrong, rows: wrong / (rows * layout.payload_bytes) if rows else 0.0  # noqa: E731
+        record = self._record("dispatch", self.wire, layout.row_bytes, plan, exchange, share, "wrong bytes")
+        figures = [Figure(chain, check, record)]
+        if layout.format is None:
+            received = Program(at.bench, self._receive, at.x, at.ids, at.weights, plan)
+            figures += [self._combine(wire, plan, received, exchange) for wire in COMBINE_WIRES]
+        return figures
 
-    def combine(self, wire: str, plan, counts, exchange: Exchange) -> Record:
+    def _receive(self, x, ids, weights, plan):
+        """The rows that experts would give back if they gave back what they get, and the ids of what arrived."""
+        exchange = self.exchange(kernel=False)
+        got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+        assert isinstance(got.x, jax.Array)  # a float wire
+        return jnp.where(jnp.any(got.ids >= 0, axis=1, keepdims=True), got.x, 0), got.ids
+
+    def _combine(self, wire: str, plan: Program, received: Program, exchange: Exchange) -> Figure:
         """The way back in bf16 or in a quantised format."""
-        bench, as_wire = self.bench, None if wire == "bfloat16" else wire
-        ids, weights, x = bench.inputs(self.tokens)
-        portable = self.exchange(kernel=False)
+        at, hidden = self.at, self.at.bench.shape.hidden
+        as_wire = None if wire == "bfloat16" else wire
+        row_bytes = 2 * hidden if as_wire is None else row_layout(hidden, wire, 0).row_bytes
+        send_back = functools.partial(combine, backend=self.backend, wire=as_wire, exchange=exchange)
 
-        def receive(x, ids, weights, plan):
-            got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=portable, layout=self.layout)
-            assert isinstance(got.x, jax.Array)  # a float wire
-            return jnp.where(jnp.any(got.ids >= 0, axis=1, keepdims=True), got.x, 0), got.ids
-
-        y, recv_ids = bench.mapped(receive)(x, ids, weights, plan)
-        send_back = functools.partial(combine, backend=self.backend, wire=as_wire)
-
-        def step(y, weights, plan, recv_ids, x):
-            del x
-            return send_back(y, weights, plan, exchange=exchange, recv_ids=recv_ids)
-
-        def compare(y, weights, plan, recv_ids, x):
-            out = send_back(y, weights, plan, exchange=exchange, recv_ids=recv_ids, out_dtype=jnp.float32)
+        def compare(received, weights, plan, x):
+            y, recv_ids = received
+            out = send_back(y, weights, plan, recv_ids=recv_ids, out_dtype=jnp.float32)
             if self.backend.form == "batched":
                 times = jnp.sum(jnp.where(plan.target >= 0, weights, 0), axis=1, keepdims=True)
             else:
@@ -205,78 +181,105 @@ class Case:
             want = x.astype(jnp.float32) * times
             return jnp.sum((out - want) ** 2), jnp.sum(want**2)
 
-        rest = (weights, plan, recv_ids, x)
-        error, norm = (float(np.asarray(v, np.float64).sum()) for v in bench.mapped(compare)(y, *rest))
-        seconds = bench.seconds(step, y, *rest)
-        row = 2 * bench.shape.hidden if as_wire is None else row_layout(bench.shape.hidden, wire, 0).row_bytes
-        error = float(np.sqrt(error / norm)) if norm else 0.0
-        return self.record("combine", wire, seconds, row, counts, exchange, error, "relative error")
+        def step(received, weights, plan):
+            return send_back(received[0], weights, plan, recv_ids=received[1])
 
-    def wrong_bytes(self, exchange: Exchange) -> float:
-        """Share of the received data's bytes that are not those which their senders packed."""
+        calls = at.calls(at.tokens * (at.bench.num_ranks - 1), row_bytes)
+        chain = Chain(at.bench, step, received, at.weights, plan, calls=calls)
+        check = Program(at.bench, compare, received, at.weights, plan, at.x)
+        error = lambda wrong, norm: (wrong / norm) ** 0.5 if norm else 0.0  # noqa: E731
+        record = self._record("combine", wire, row_bytes, plan, exchange, error, "relative error")
+        return Figure(chain, check, record)
+
+    def _wrong_bytes(self, exchange: Exchange, ids, weights, x, plan):
+        """How many of the received data's bytes are not those which their senders packed, and rows received."""
         me, num_local, batched = exchange.rank, exchange.num_local, self.backend.form == "batched"
+        got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+        rows, _ = pack_rows(x, ids, weights, self.layout, axis_name=AXIS)
+        rows, token = lax.all_gather(rows, AXIS), lax.all_gather(plan.src_token, AXIS)  # [R, T, row], [R, S, C]
+        if batched:
+            token = lax.dynamic_slice_in_dim(token, me() * num_local, num_local, axis=1).swapaxes(0, 1)
+        else:
+            token = lax.dynamic_index_in_dim(token, me(), axis=1, keepdims=False)
+        source = jnp.arange(exchange.num_ranks, dtype=jnp.int32)[:, None]
+        valid = (token >= 0).reshape(-1)
+        sent = rows[source, jnp.maximum(token, 0)].reshape(-1, self.layout.row_bytes)
+        want = jax.tree.leaves(unpack_data(sent, self.layout))
+        wrong = jnp.int32(0)
+        for a, b in zip(jax.tree.leaves(got.x), want, strict=True):
+            a, b = (to_bytes(v.reshape(v.shape[0], -1)) for v in (a, b))
+            wrong += jnp.sum((a != b) & valid[:, None], dtype=jnp.int32)
+        return wrong, jnp.sum(valid, dtype=jnp.int32)
 
-        def differing(ids, weights, x):
-            plan = self.backend.plan(ids, exchange)
-            got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
-            rows, _ = pack_rows(x, ids, weights, self.layout, axis_name=AXIS)
-            rows, token = lax.all_gather(rows, AXIS), lax.all_gather(plan.src_token, AXIS)  # [R, T, row], [R, S, C]
-            if batched:
-                token = lax.dynamic_slice_in_dim(token, me() * num_local, num_local, axis=1).swapaxes(0, 1)
-            else:
-                token = lax.dynamic_index_in_dim(token, me(), axis=1, keepdims=False)
-            source = jnp.arange(self.bench.num_ranks, dtype=jnp.int32)[:, None]
-            valid = (token >= 0).reshape(-1)
-            sent = rows[source, jnp.maximum(token, 0)].reshape(-1, self.layout.row_bytes)
-            want = jax.tree.leaves(unpack_data(sent, self.layout))
-            wrong = jnp.int32(0)
-            for a, b in zip(jax.tree.leaves(got.x), want, strict=True):
-                a, b = (to_bytes(v.reshape(v.shape[0], -1)) for v in (a, b))
-                wrong += jnp.sum((a != b) & valid[:, None], dtype=jnp.int32)
-            return wrong, jnp.sum(valid, dtype=jnp.int32)
-
-        inputs = self.bench.inputs(self.tokens)
-        wrong, rows = (float(np.asarray(v, np.float64).sum()) for v in self.bench.mapped(differing)(*inputs))
-        return wrong / (rows * self.layout.payload_bytes) if rows else 0.0
-
-    def record(self, what, wire, seconds, row_bytes, counts, exchange, error, error_name) -> Record:
-        bench, tokens = self.bench, self.tokens
-        logical = counts.sum(axis=1)
-        remote = int((logical - np.diag(counts)).max())
-        logical = int(logical.max())
+    def _record(self, what, wire, row_bytes, plan: Program, exchange, error_of, error_name):
+        """(seconds, two numbers of the check) -> the record."""
+        at, bench = self.at, self.at.bench
         several = bench.num_ranks > 1
-        rate = lambda rows, s: rows * row_bytes / s / 1e9  # noqa: E731
-        peer = rate(tokens * (bench.num_ranks - 1), bench.peer(row_bytes, tokens)) if several else None
-        facts = dict(T=tokens, D=bench.shape.hidden, K=bench.shape.top_k, R=bench.num_ranks)
-        return Record(
-            name=f"{what} {self.backend.name} {wire}" + (" (kernel)" if exchange.engine is not None else ""),
-            case=" ".join(f"{k}={v}" for k, v in facts.items()),
-            value=rate(remote if several else logical, seconds),
-            unit="GB/s of remote bytes" if several else "GB/s of local bytes",
-            seconds=seconds,
-            ceiling=LINK_GBPS if several else None,
-            ceiling_name="NVLink 4, one direction" if several else "",
-            peer=peer,
-            peer_name="lax.all_to_all (dense, the same rows)" if several else "",
-            error=error,
-            error_name=error_name,
-            meaningful=bench.meaningful,
-            parameters=facts
-            | dict(
+        peer = at.peer(row_bytes) if several else None
+
+        def record(seconds: float, found: list[float]) -> Record:
+            counts = np.asarray(plan.result.counts).reshape(bench.num_ranks, bench.num_ranks, -1).sum(-1)
+            logical = counts.sum(axis=1)  # of each source
+            remote = int((logical - np.diag(counts)).max())
+            return _record(
+                at,
+                f"{what} {self.backend.name} {wire}" + (" (kernel)" if exchange.engine is not None else ""),
+                seconds,
+                remote if several else int(logical.max()),
+                row_bytes,
+                peer=peer and peer.seconds,
+                error=error_of(*found),
+                error_name=error_name,
+                what=what,
                 wire=wire,
                 backend=self.backend.name,
-                what=what,
-                logical_gbps=rate(logical, seconds),
-                remote_rows=remote,
-                row_bytes=row_bytes,
-                peer_seconds=bench.peer(row_bytes, tokens) if several else None,
-            ),
-        )
+                logical_gbps=int(logical.max()) * row_bytes / seconds / 1e9,
+            )
+
+        return record
 
 
-def ragged(bench: Bench, tokens: int, slices: int) -> Record:
+def _record(
+    at: Tokens,
+    name: str,
+    seconds: float | None,
+    rows: int,
+    row_bytes: int,
+    *,
+    peer: float | None = None,
+    peer_name: str = "lax.all_to_all (dense, the same rows)",
+    peer_rows: int | None = None,
+    error: float | None = None,
+    error_name: str = "",
+    case: str = "",
+    **parameters: Any,
+) -> Record:
+    """rows: that leave a rank in one call. peer: seconds, for peer_rows (None: T rows to every other rank)."""
+    bench = at.bench
+    several = bench.num_ranks > 1
+    facts = dict(T=at.tokens, D=bench.shape.hidden, K=bench.shape.top_k, R=bench.num_ranks)
+    rate = lambda rows, s: rows * row_bytes / s / 1e9  # noqa: E731
+    dense = at.tokens * (bench.num_ranks - 1)
+    return Record(
+        name=name,
+        case=" ".join(f"{k}={v}" for k, v in facts.items()) + case,
+        value=rate(rows, seconds) if seconds else None,
+        unit="GB/s of remote bytes" if several else "GB/s of local bytes",
+        seconds=seconds,
+        ceiling=LINK_GBPS if several else None,
+        ceiling_name="NVLink 4, one direction" if several else "",
+        peer=rate(peer_rows or dense, peer) if peer else None,
+        peer_name=peer_name if peer else "",
+        error=error,
+        error_name=error_name,
+        meaningful=bench.meaningful,
+        parameters=facts | dict(remote_rows=rows, row_bytes=row_bytes, peer_seconds=peer) | parameters,
+    )
+
+
+def ragged(at: Tokens, slices: int) -> Figure:
     """`ragged_all_to_all` of T rows to every rank, in `slices` slices for each, against lax.ragged_all_to_all."""
-    num_ranks, hidden = bench.num_ranks, bench.shape.hidden
+    bench, num_ranks, tokens = at.bench, at.bench.num_ranks, at.tokens
     size, pieces = tokens // slices, "1 slice" if slices == 1 else f"{slices} slices"
 
     def tables():
@@ -285,56 +288,69 @@ def ragged(bench: Bench, tokens: int, slices: int) -> Record:
         sizes = jnp.full_like(entry, size)
         return entry * size, sizes, there, sizes
 
-    def seconds(implementation: Literal["lax"] | None, timer: Timer) -> float:
-        def chain(rows, into):
-            def one(_, carry):  # what was received is sent next
-                x, into = carry
-                return ragged_all_to_all(x, into, *tables(), axis_name=AXIS, implementation=implementation), x
+    def exchange(implementation, carry):  # what was received is sent next
+        x, into = carry
+        return ragged_all_to_all(x, into, *tables(), axis_name=AXIS, implementation=implementation), x
 
-            return lax.fori_loop(0, timer.calls, one, (rows, into))
+    def rows(x):
+        x = jnp.concatenate([x] * num_ranks)
+        return x, jnp.zeros_like(x)
 
-        run = bench.mapped(chain, donate_argnums=(0, 1))
-        carry = run(rows(), jax.tree.map(jnp.zeros_like, rows()))
-        taken = []
-        for _ in range(timer.repeats):
-            jax.block_until_ready(carry)
-            begin = time.perf_counter()
-            carry = run(*carry)
-            jax.block_until_ready(carry)
-            taken.append((time.perf_counter() - begin) / timer.calls)
-        return statistics.median(taken)
-
-    def rows() -> jax.Array:
-        x = bench.inputs(tokens)[2]
-        return bench.mapped(lambda x: jnp.concatenate([x] * num_ranks))(x)
-
-    def wrong(x):
-        got = ragged_all_to_all(x, jnp.zeros_like(x), *tables(), axis_name=AXIS)
+    def wrong(both):
+        x, into = both
+        got = ragged_all_to_all(x, into, *tables(), axis_name=AXIS)
         want = lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
-        return jnp.mean((got != want).astype(jnp.float32))
+        return jnp.mean((got != want).astype(jnp.float32)), jnp.ones(())
 
-    on_gpu = jax.default_backend() == "gpu"
-    error = float(np.asarray(bench.mapped(wrong)(rows())).max())
-    mine = seconds(None, bench.timer)
-    peer = seconds("lax", Timer(2, 1, 3)) if on_gpu and num_ranks > 1 else None  # milliseconds each
-    remote = tokens * (num_ranks - 1) if num_ranks > 1 else tokens
-    rate = lambda s: remote * 2 * hidden / s / 1e9  # noqa: E731
-    facts = dict(T=tokens, D=hidden, R=num_ranks, slices=slices)
-    return Record(
-        name=f"ragged_all_to_all, {pieces} for each rank",
-        case=" ".join(f"{k}={v}" for k, v in facts.items()),
-        value=rate(mine),
-        unit="GB/s of remote bytes" if num_ranks > 1 else "GB/s of local bytes",
-        seconds=mine,
-        ceiling=LINK_GBPS if num_ranks > 1 else None,
-        ceiling_name="NVLink 4, one direction" if num_ranks > 1 else "",
-        peer=None if peer is None else rate(peer),
-        peer_name="" if peer is None else "lax.ragged_all_to_all",
-        error=error,
-        error_name="wrong values",
-        meaningful=bench.meaningful,
-        parameters=facts | dict(what="ragged_all_to_all", wire="bfloat16", backend=pieces),
-    )
+    row_bytes, remote = 2 * bench.shape.hidden, tokens * max(num_ranks - 1, 1)
+    make = Program(bench, rows, at.x)
+    chain = Chain(bench, functools.partial(exchange, None), make, calls=at.calls(remote, row_bytes), waits=False)
+    xla = None
+    if jax.default_backend() == "gpu" and num_ranks > 1:  # milliseconds each
+        xla = Chain(bench, functools.partial(exchange, "lax"), make, calls=2, waits=False)
+
+    def record(seconds: float, found: list[float]) -> Record:
+        return _record(
+            at,
+            f"ragged_all_to_all, {pieces} for each rank",
+            seconds,
+            remote,
+            row_bytes,
+            peer=xla and xla.seconds,
+            peer_name=f"lax.ragged_all_to_all, {pieces}",
+            error=found[0] / found[1],
+            error_name="wrong values",
+            case=f" slices={slices}",
+            what="ragged_all_to_all",
+            wire="bfloat16",
+            backend=f"ragged_all_to_all, {pieces}",
+        )
+
+    return Figure(chain, Program(bench, wrong, make), record)
+
+
+def torch_records(at: Tokens, found: dispatch_peers.Found, lengths: dict[str, int]) -> list[Record]:
+    """What PyTorch took for the same bytes. lengths: of a dispatched row of each wire format."""
+    records = []
+    for what, reason in found.reasons.items():
+        for wire, row_bytes in lengths.items():
+            size = (what, at.tokens, row_bytes)
+            if size in found.asked:
+                seconds = found.seconds.get(size)
+                records.append(
+                    _record(
+                        at,
+                        f"{what}, rows of {wire}",
+                        seconds,
+                        at.tokens * (at.bench.num_ranks - 1),
+                        row_bytes,
+                        case="" if seconds else f" not measured: {reason}",
+                        what="dispatch",
+                        wire=wire,
+                        backend=what,
+                    )
+                )
+    return records
 
 
 def cases(tokens, wires, backends):
@@ -351,32 +367,44 @@ def run(smoke: bool, progress: Progress | None = None, tokens: tuple[int, ...] =
     if smoke:
         ranks = min(8, len(jax.devices()))
         bench = Bench(Shape(256, 4 * ranks, 2), Timer(1, 1, 1), meaningful=False)
-        todo = list(cases((8,), ("bfloat16", "mxfp8"), SMOKE_BACKENDS))
-        slices = [(8, 1), (8, 4)]
+        tokens, wires, backends, slices = (8,), ("bfloat16", "mxfp8"), SMOKE_BACKENDS, (1, 4)
     else:
         bench = Bench(Shape(), Timer(), meaningful=True)
-        todo = list(cases(tokens, WIRES, MEASURED))
-        slices = [(t, n) for t in tokens if t in RAGGED_TOKENS for n in (1, 32)]
-    progress.start(len(todo) + len(slices))
+        wires, backends, slices = WIRES, MEASURED, (1, 32)
+    progress.start(2 * len(tokens) + 1)
+    progress.step("PyTorch")
+    lengths = {wire: row_layout(bench.shape.hidden, wire, bench.shape.top_k).row_bytes for wire in wires}
+    torch = dispatch_peers.torch_seconds(tokens, sorted(set(lengths.values())), bench.num_ranks, skip=smoke)
     records = []
-    for name, wire, count in todo:
-        progress.step(f"{name} {wire} T={count}")
-        records += Case(bench, get_backend(name), wire, count).measure()
-    for count, n in slices:
-        progress.step(f"ragged_all_to_all, {n} slices, T={count}")
-        records.append(ragged(bench, count, n))
+    for t in tokens:
+        progress.step(f"T={t}: compiling")
+        at = Tokens(bench, t)
+        todo = [
+            f for name, wire, _ in cases((t,), wires, backends) for f in Case(at, get_backend(name), wire).figures()
+        ]
+        todo += [ragged(at, n) for n in slices if smoke or t in RAGGED_TOKENS]
+        bench.compile()
+        progress.step(f"T={t}: measuring")
+        for figure in todo:
+            records.append(figure.measure())
+            progress.record(records[-1])
+        for record in torch_records(at, torch, lengths):
+            records.append(record)
+            progress.record(record)
+        del at, todo, figure  # the programs, their inputs and results
     return records
 
 
 def plot(records: list[Record], path: str | Path) -> None:
     """Bandwidth over the tokens of one rank: a panel for each direction and wire format, a line for each backend."""
     lines(
-        sorted(records, key=lambda r: r.parameters["what"] != "dispatch"),
+        sorted(records, key=lambda r: ["dispatch", "combine", "ragged_all_to_all"].index(r.parameters["what"])),
         path,
         x="T",
         x_label="tokens on one rank",
         title="dispatch and combine",
         panel=lambda r: f"{r.parameters['what']}, {r.parameters['wire']}",
         label=lambda r: r.parameters["backend"],
+        dashed=lambda r: r.parameters["backend"] in (dispatch_peers.NCCL, dispatch_peers.NVSHMEM),
         columns=3,
     )

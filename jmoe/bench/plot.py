@@ -8,6 +8,7 @@ from pathlib import Path
 from .common import Record
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#e0a030", "#6a4c93", "#3aa6a0", "#8c564b", "#7f7f7f", "#b5651d", "#444444")
+COLOURS += ("#c71585", "#94b447", "#5b8ff9")
 
 
 def _pyplot():
@@ -90,12 +91,13 @@ def lines(
     log_y: bool = False,
     panel: Callable[[Record], str] = lambda r: r.unit,
     label: Callable[[Record], str] = lambda r: r.name,
+    dashed: Callable[[Record], bool] = lambda r: False,
     columns: int = 1,
 ) -> None:
     """Values over the parameter `x` (logarithmic): panels by `panel`, in each a line for each `label`.
 
-    A label has one colour in all panels. Peers are dashed lines, one for each peer name; a ceiling is a dotted level,
-    left out where speeds mean nothing.
+    A label has one colour in all panels. Peers are dashed lines, one for each peer name, and so are the records that
+    `dashed` says are peers; a ceiling is a dotted level, left out where speeds mean nothing.
     """
     plt = _pyplot()
     records = [r for r in records if r.value is not None and x in r.parameters]
@@ -118,7 +120,7 @@ def lines(
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
     for ax, name in zip(axes.flat, panels, strict=False):
-        _panel(ax, [r for r in records if panel(r) == name], x, label, colours, log_y)
+        _panel(ax, [r for r in records if panel(r) == name], x, label, dashed, colours, log_y)
         ax.set_xlabel(x_label)
         if len(panels) > 1:
             ax.set_title(name, fontsize=10)
@@ -128,11 +130,13 @@ def lines(
     _save(plt, fig, path)
 
 
-def _panel(ax, records: Sequence[Record], x: str, label, colours: dict[str, str], log_y: bool) -> None:
+def _panel(ax, records: Sequence[Record], x: str, label, dashed, colours: dict[str, str], log_y: bool) -> None:
     """The lines of one panel."""
     for name in dict.fromkeys(label(r) for r in records):
-        points = sorted((r.parameters[x], r.value) for r in records if label(r) == name)
-        ax.plot(*zip(*points, strict=True), marker="o", ms=4, color=colours[name], label=name)
+        mine = [r for r in records if label(r) == name]
+        style = {"ls": "--", "marker": "s", "ms": 3} if dashed(mine[0]) else {"marker": "o", "ms": 4}
+        points = sorted((r.parameters[x], r.value) for r in mine)
+        ax.plot(*zip(*points, strict=True), **style, color=colours[name], label=name)
     peers = {(r.peer_name, r.parameters[x], r.peer) for r in records if r.peer is not None}
     for name in sorted({p[0] for p in peers}):
         points = sorted((px, py) for n, px, py in peers if n == name)

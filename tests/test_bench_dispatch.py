@@ -1,0 +1,77 @@
+"""The exchange's benchmark: what it does with peers that are absent, break off or hang."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jmoe.backends import Engine, get_backend
+from jmoe.backends.engine import ENGINE
+from jmoe.bench import dispatch, dispatch_peers
+from jmoe.bench.dispatch_peers import NCCL, NVSHMEM
+from jmoe.payload import row_layout
+
+TALKS = """
+import json, sys
+nvshmem, sizes, ranks, meet = json.loads(sys.argv[1])
+for tokens, row_bytes in sizes:
+    print("seconds", json.dumps([tokens, row_bytes, 1e-6 * tokens]), flush=True)
+    if nvshmem:
+        END
+"""
+
+
+@pytest.fixture
+def torch_says(monkeypatch):
+    """Peers whose processes run that in place of PyTorch: NVSHMEM's do `end` after the first size."""
+
+    def set_up(end):
+        monkeypatch.setattr(dispatch_peers, "_TORCH", TALKS.replace("END", end))
+        monkeypatch.setattr(dispatch_peers, "LIMIT_SECONDS", {NCCL: 60, NVSHMEM: 2})
+        monkeypatch.setattr(dispatch_peers.importlib.util, "find_spec", lambda name: True)
+        return dispatch_peers.torch_seconds((128, 1), (32, 64), 2)
+
+    return set_up
+
+
+@pytest.mark.parametrize(
+    "end, reason",
+    [("raise MemoryError('no more')", "MemoryError: no more"), ("import time; time.sleep(60)", "not done after 2 s")],
+)
+def test_a_peer_that_ends_early_leaves_what_it_measured_and_the_reason(torch_says, end, reason):
+    found = torch_says(end)
+    assert {size: s for size, s in found.seconds.items() if size[0] == NCCL} == {
+        (NCCL, 128, 32): 128e-6,
+        (NCCL, 128, 64): 128e-6,
+        (NCCL, 1, 32): 1e-6,
+        (NCCL, 1, 64): 1e-6,
+    }
+    assert (NVSHMEM, 128, 64) in found.seconds and (NVSHMEM, 1, 64) not in found.seconds
+    assert found.reasons[NVSHMEM] == reason
+    bench = dispatch.Bench(dispatch.Shape(64, 8, 2), dispatch.Timer(1, 1, 1), meaningful=False)
+    records = dispatch.torch_records(dispatch.Tokens(bench, 1), found, {"bfloat16": 64, "mxfp8": 32, "fp8_128": 32})
+    assert [r.seconds for r in records] == [1e-6, 1e-6, 1e-6, None]
+    assert records[-1].value is None and f"not measured: {reason}" in records[-1].case
+
+
+def test_without_pytorch_the_records_say_so(monkeypatch):
+    monkeypatch.setattr(dispatch_peers.importlib.util, "find_spec", lambda name: None)
+    found = dispatch_peers.torch_seconds((1,), (64,), 2)
+    assert found.reasons[NCCL] == "PyTorch is not installed" and not found.seconds and len(found.asked) == 2
+
+
+def test_wrong_bytes_of_an_engine_show_in_the_record():
+    bench = dispatch.Bench(dispatch.Shape(64, 8 * jax.device_count(), 2), dispatch.Timer(1, 1, 1), meaningful=False)
+    backend = get_backend("nvlink_one_sided")
+
+    def push(rows, plan, exchange):  # every row's first byte is wrong
+        plain = dataclasses.replace(exchange, engine=None)
+        received = backend.send(rows.at[:, 0].add(1), plan, plain)
+        return received, backend.exchange_counts(plan, plain)
+
+    at = dispatch.Tokens(bench, 4)
+    assert dispatch.Case(at, backend, "mxfp8").figures()[0].measure().error == 0
+    bench.engine = Engine("breaks", push, ENGINE.reduce)
+    record = dispatch.Case(at, backend, "mxfp8").figures()[0].measure()
+    assert record.error == pytest.approx(1 / row_layout(64, "mxfp8", 2).payload_bytes)
+    assert record.parameters["remote_rows"] > 0 and record.name.endswith("(kernel)")
