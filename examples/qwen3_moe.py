@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import operator
 import pathlib
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import one_token
 from flax import nnx
 
 from jmoe.checkpoint import Checkpoint, load_moe_layer, read_rest, write_safetensors
@@ -115,18 +115,26 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-class Linear(nnx.Linear):
-    """A linear map that also serves a single row well.
+class Linear(nnx.Module):
+    """A linear map x [..., in] -> [..., out]; weight [out, in], as checkpoints have it, bias [out] or None."""
 
-    XLA turns the product of one row and a matrix into products with every weight, which it may write out, and a sum of
-    those. Beside rows of zeros it stays a matmul, which reads the weights once.
-    """
+    def __init__(self, size_in: int, size_out: int, *, use_bias: bool, dtype, param_dtype, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02)
+        self.weight = nnx.Param(init(rngs.params(), (size_out, size_in), param_dtype))
+        self.bias = nnx.Param(jnp.zeros(size_out, param_dtype)) if use_bias else nnx.data(None)
+        self.dtype = dtype
 
-    def __call__(self, x):
-        if math.prod(x.shape[:-1]) > 1:
-            return super().__call__(x)
-        rows = jnp.pad(x.reshape(1, -1), ((0, 7), (0, 0)))
-        return super().__call__(rows)[:1].reshape(*x.shape[:-1], -1)
+    def __call__(self, x, *, out_dtype=None):
+        """In the layer's dtype unless told; summed in float32 where that is what is asked for."""
+        rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
+        weight = self.weight[...].astype(self.dtype)
+        # XLA turns a product with a single row into products with every weight and a sum, which it may write out.
+        # Beside rows of zeros it stays a matmul, which reads the weights once.
+        alone = rows.shape[0] == 1
+        rows = jnp.pad(rows, ((0, 7), (0, 0))) if alone else rows
+        y = jnp.einsum("nd,vd->nv", rows, weight, preferred_element_type=out_dtype or self.dtype)
+        y = y if self.bias is None else y + self.bias[...].astype(y.dtype)[None]
+        return (y[:1] if alone else y).reshape(*x.shape[:-1], -1)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -141,9 +149,8 @@ class Attention(nnx.Module):
 
     def __init__(self, c: Config, *, linear: Callable, norm: Callable):
         d = c.moe.hidden_size
-        self.q_proj = linear(d, c.num_heads * c.head_dim, use_bias=c.attention_bias)
-        self.k_proj = linear(d, c.num_kv_heads * c.head_dim, use_bias=c.attention_bias)
-        self.v_proj = linear(d, c.num_kv_heads * c.head_dim, use_bias=c.attention_bias)
+        heads = c.num_heads + 2 * c.num_kv_heads  # queries, keys and values are one product
+        self.qkv_proj = linear(d, heads * c.head_dim, use_bias=c.attention_bias)
         self.o_proj = linear(c.num_heads * c.head_dim, d, use_bias=c.attention_bias)
         self.q_norm, self.k_norm = norm(c.head_dim), norm(c.head_dim)
         self.config = c
@@ -155,12 +162,12 @@ class Attention(nnx.Module):
         what comes before it.
         """
         c, (batch, length, _) = self.config, x.shape
-        q, k, v = (proj(x).reshape(batch, length, -1, c.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        heads = self.qkv_proj(x).reshape(batch, length, -1, c.head_dim)
+        qk, v = jnp.split(heads, [c.num_heads + c.num_kv_heads], axis=2)
         # Queries and keys go through norm and rotation together: fewer kernels where those are what counts.
-        scale = [
-            jnp.broadcast_to(n.scale[...], (h.shape[2], c.head_dim)) for n, h in ((self.q_norm, q), (self.k_norm, k))
-        ]
-        qk = rms_norm(jnp.concatenate([q, k], axis=2), jnp.concatenate(scale), c.norm_eps)
+        counts = ((self.q_norm, c.num_heads), (self.k_norm, c.num_kv_heads))
+        scale = jnp.concatenate([jnp.broadcast_to(n.scale[...], (count, c.head_dim)) for n, count in counts])
+        qk = rms_norm(qk, scale, c.norm_eps)
         q, k = jnp.split(rotary(qk, positions, c.rope_theta), [c.num_heads], axis=2)
         kv = (jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))  # [B, G, S, h]
         if cached is not None:
@@ -229,7 +236,7 @@ class Qwen3Moe(nnx.Module):
 
     def __init__(self, config: Config, *, moe: Callable = MoE, param_dtype=jnp.float32, rngs: nnx.Rngs):
         options = dict(dtype=config.dtype, param_dtype=param_dtype, rngs=rngs)
-        linear = functools.partial(Linear, use_bias=False, kernel_init=nnx.initializers.normal(0.02), **options)
+        linear = functools.partial(Linear, use_bias=False, **options)
         norm = functools.partial(nnx.RMSNorm, epsilon=config.norm_eps, **options)
         d = config.moe.hidden_size
         self.config = config
@@ -301,8 +308,7 @@ class Qwen3Moe(nnx.Module):
         if self.lm_head is None:
             table = self.embed_tokens.embedding[...].astype(hidden.dtype)
             return jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=jnp.float32)
-        kernel = self.lm_head.kernel[...].astype(hidden.dtype)
-        return jnp.einsum("...d,dv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+        return self.lm_head(hidden, out_dtype=jnp.float32)
 
     def __call__(self, ids: jax.Array, *, valid: jax.Array | None = None) -> jax.Array:
         """ids [B, S] -> float32 logits [B, S, V] of the token after each."""
@@ -372,10 +378,15 @@ def decode(
         token = jnp.where(done, end, token)
         out = jax.lax.dynamic_update_slice_in_dim(out, token[:, None], step, axis=1)
         done = done | (token == end)
-        hidden, cache, _ = model.hidden(token[:, None], valid=~done[:, None], cache=cache)
-        return step + 1, model.logits(hidden[:, 0]), cache, done, out
+        if alone:
+            logits, cache = one_token.read(model, token[:, None], ~done[:, None], cache)
+        else:
+            hidden, cache, _ = model.hidden(token[:, None], valid=~done[:, None], cache=cache)
+            logits = model.logits(hidden[:, 0])
+        return step + 1, logits, cache, done, out
 
     batch = logits.shape[0]
+    alone = one_token.why_not(model, batch) is None
     start = (jnp.int32(0), logits, cache, jnp.zeros(batch, bool), jnp.full((batch, steps), end))
     step, _, _, _, out = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[3]), body, start)
     return out, step
@@ -390,26 +401,26 @@ def pad_prompts(prompts: list[list[int]], *, pad: int = 0, side: str = "left"):
 
 
 def _names(model: Qwen3Moe):
-    """(checkpoint name, parameter, whether it is stored transposed) of everything but the MoE layers."""
-    yield "model.embed_tokens.weight", model.embed_tokens.embedding, False
-    yield "model.norm.weight", model.norm.scale, False
+    """(checkpoint names, parameter) of everything but the MoE layers; several names are stacked in one parameter."""
+    yield ["model.embed_tokens.weight"], model.embed_tokens.embedding
+    yield ["model.norm.weight"], model.norm.scale
     if model.lm_head is not None:
-        yield "lm_head.weight", model.lm_head.kernel, True
+        yield ["lm_head.weight"], model.lm_head.weight
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}."
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}{name}.weight", getattr(layer, name).scale, False
+            yield [f"{prefix}{name}.weight"], getattr(layer, name).scale
         for name in ("q_norm", "k_norm"):
-            yield f"{prefix}self_attn.{name}.weight", getattr(layer.self_attn, name).scale, False
-        plain = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj")}
+            yield [f"{prefix}self_attn.{name}.weight"], getattr(layer.self_attn, name).scale
+        attention = layer.self_attn
+        maps = [(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], attention.qkv_proj)]
+        maps += [(["self_attn.o_proj"], attention.o_proj)]
         if isinstance(layer.mlp, DenseMLP):
-            plain["mlp"] = ("gate_proj", "up_proj", "down_proj")
-        for part, names in plain.items():
-            for name in names:
-                linear = getattr(getattr(layer, part), name)
-                yield f"{prefix}{part}.{name}.weight", linear.kernel, True
-                if linear.bias is not None:
-                    yield f"{prefix}{part}.{name}.bias", linear.bias, False
+            maps += [([f"mlp.{name}"], getattr(layer.mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")]
+        for names, linear in maps:
+            yield [f"{prefix}{name}.weight" for name in names], linear.weight
+            if linear.bias is not None:
+                yield [f"{prefix}{name}.bias" for name in names], linear.bias
 
 
 def load(
@@ -425,9 +436,9 @@ def load(
         # No weight is initialised: the modules are made of shapes alone, and then given the checkpoint's arrays.
         model = nnx.eval_shape(lambda: Qwen3Moe(config, moe=lambda *_, **__: nnx.data(None), rngs=nnx.Rngs(0)))
         rest = read_rest(checkpoint, dtype=dtype, sharding=sharding)
-        for name, param, transposed in _names(model):
-            value = rest.pop(name)
-            param.set_value(value.T if transposed else value)
+        for names, param in _names(model):
+            values = [rest.pop(name) for name in names]
+            param.set_value(values[0] if len(values) == 1 else jnp.concatenate(values))
         if rest.keys() - {"lm_head.weight"}:
             raise ValueError(f"{folder} has tensors that a Qwen3-MoE model does not: {', '.join(sorted(rest))}.")
         for i, layer in enumerate(model.layers):
@@ -467,9 +478,9 @@ def random_model(config: Config, *, key: jax.Array, mesh=None, backend: str = "a
         )
     make_layer = jax.jit(layer, out_shardings=placed)
     model = nnx.eval_shape(lambda: Qwen3Moe(config, moe=lambda *_, **__: nnx.data(None), rngs=nnx.Rngs(0)))
-    for i, (name, param, _) in enumerate(_names(model)):
+    for i, (names, param) in enumerate(_names(model)):
         shape = param.get_value().shape
-        scale = name.endswith("norm.weight")
+        scale = names[0].endswith("norm.weight")
         param.set_value(
             jnp.ones(shape, dtype, device=everywhere) if scale else normal(jax.random.fold_in(key, i), shape)
         )
@@ -484,7 +495,12 @@ def save(model: Qwen3Moe, hf: dict, folder, *, dtype=jnp.bfloat16) -> None:
     """Writes a Hugging Face folder: config.json with the contents of `hf`, and model.safetensors in `dtype`."""
     if isinstance(model.layers, Block):
         model = unstack_layers(model)
-    tensors = {name: param[...].T if transposed else param[...] for name, param, transposed in _names(model)}
+    tensors = {}
+    for names, param in _names(model):
+        c = model.config
+        sizes = [c.num_heads, c.num_kv_heads, c.num_kv_heads] if len(names) == 3 else [1]
+        ends = np.cumsum(sizes)[:-1] * c.head_dim
+        tensors |= dict(zip(names, np.split(np.asarray(param[...]), ends), strict=True))
     for i, layer in enumerate(model.layers):
         prefix = f"model.layers.{i}.mlp."
         if isinstance(layer.mlp, DenseMLP):

@@ -4,3 +4,4 @@ from .api import Partial as Partial
 from .api import attend as attend
 from .api import merged_linear as merged_linear
 from .api import normed_linear as normed_linear
+from .api import obstacle as obstacle

@@ -14,8 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..permute.thread import environment_obstacle, pick
+from ..permute.thread import CONFIRMED, environment_obstacle, pick
 from . import mosaic_sm90, reference
+
+
+def obstacle() -> str | None:
+    """Why these kernels are not used on this process's GPU unless they are asked for, or None."""
+    return environment_obstacle() or (None if "decode" in CONFIRMED else "its kernels have not run on a GPU yet")
 
 
 class Partial(NamedTuple):
@@ -100,9 +105,7 @@ def attend(
     return Partial(out, weight), (keys, values)
 
 
-def merged_linear(
-    partial: Partial, w: jax.Array, add: jax.Array, *, implementation: str | None = None
-) -> jax.Array:
+def merged_linear(partial: Partial, w: jax.Array, add: jax.Array, *, implementation: str | None = None) -> jax.Array:
     """add [1, D] + the parts' sum [1, H * h] times w [D, H * h], in add's dtype."""
     if w.shape != (add.shape[1], partial.out.shape[1] * partial.out.shape[2]):
         raise ValueError(

@@ -20,10 +20,12 @@ import jax.numpy as jnp
 from ..permute.thread import F, P, Pointer, Thread, U, launch
 from ..quantize import lane as lanes
 
+MULTIPROCESSORS = 132  # of an H200; others have about as many
 HEAD = 128  # size of a head
 MAX_PARTS = 16
 SLOTS = 128  # of the cache, that a block has in flight
 ATTEND_THREADS = 512
+UNROLLED = 8  # rows of a warp, beyond which its code is a loop
 NEVER = -1e30  # a score that is not seen
 LOG2E = math.log2(math.e)
 
@@ -121,14 +123,16 @@ def _make_merged(o: Thread, t: Linear, refs: dict[str, Pointer]):
         piece = o.thread() + i * t.threads
         inside = piece < U(t.columns // 8)
         head = piece // (HEAD // 8)
-        parts = [refs["parts"].at(piece, 16, p * 2 * t.columns).load(4, inside) for p in range(t.parts)]
         weights = [refs["weight"].at(head, 8, p * 8 * heads).load(2, inside) for p in range(t.parts)]
         top = functools.reduce(o.fmax, [o.float(w[0]) for w in weights])
         shares = [o.exp2_approx(o.float(w[0]) + -top) * o.float(w[1]) for w in weights]
-        over = o.div(o.F(1.0), functools.reduce(lambda a, b: a + b, shares))
+        over = o.rcp_approx(functools.reduce(lambda a, b: a + b, shares))
         out = [o.F(0.0)] * 8
-        for words, share in zip(parts, shares, strict=True):
-            out = [o.fma(share * over, v, s) for v, s in zip(_floats(o, words), out, strict=True)]
+        for start in range(0, t.parts, 4):  # more at a time would not fit the registers beside the weights
+            few = range(start, min(start + 4, t.parts))
+            loaded = [refs["parts"].at(piece, 16, p * 2 * t.columns).load(4, inside) for p in few]
+            for p, words in zip(few, loaded, strict=True):
+                out = [o.fma(shares[p] * over, v, s) for v, s in zip(_floats(o, words), out, strict=True)]
         refs["scratch"].at(piece, 16).store(_pack(o, out), inside)
 
 
@@ -137,18 +141,15 @@ def linear(o: Thread, t: Linear, refs: dict[str, Pointer]):
     row = o.block() * t.per_block + warp * t.rows
     chunks = t.columns // 256
 
-    def weights(j: int):
+    def weights(j: U | int):
         at = refs["w"].at(row + j, 2 * t.columns, lane * 16)
         here = row + j < U(t.outputs)
+        if isinstance(j, U):
+            here = here & (j < U(t.rows))
         return [at.at(None, 0, 512 * c).load(4, here) for c in range(chunks)]
 
-    loaded = weights(0)
-    (_make_normed if t.norm else _make_merged)(o, t, refs)
-    o.barrier()
-    for j in range(t.rows):
-        words, here = loaded, row + j < U(t.outputs)
-        if j + 1 < t.rows:
-            loaded = weights(j + 1)
+    def multiply(j: U | int, words: list[list[U]]):
+        here = row + j < U(t.outputs)
         sums = [o.F(0.0)] * 4
         for c in range(chunks):
             x = refs["scratch"].at(None, 0, 512 * c).at(lane, 16).load(4)
@@ -162,6 +163,22 @@ def linear(o: Thread, t: Linear, refs: dict[str, Pointer]):
             refs["out"].at(row + j, 4).store([o.bits(total)], write)
         else:
             refs["out"].at(row + j, 2).store([o.pack_half(total, o.F(0.0), "bf16")], write, bits=16)
+
+    loaded = weights(0)
+    (_make_normed if t.norm else _make_merged)(o, t, refs)
+    o.barrier()
+    if t.rows <= UNROLLED:
+        for j in range(t.rows):
+            words, loaded = loaded, weights(j + 1) if j + 1 < t.rows else []
+            multiply(j, words)
+    else:
+
+        def turn(j: U, *flat: U) -> list[U]:
+            following = weights(j + 1)
+            multiply(j, [list(flat[4 * c : 4 * c + 4]) for c in range(chunks)])
+            return [w for chunk in following for w in chunk]
+
+        o.loop(t.rows, turn, [w for chunk in loaded for w in chunk])
 
 
 def _round(o: Thread, x: F) -> F:
@@ -353,11 +370,7 @@ def attend(o: Thread, t: Attend, refs: dict[str, Pointer]):
             own = a.same(slot)
             v = _floats(o, [o.where(own, m, w) for m, w in zip(own_value, words, strict=True)])
             width = min(4, share)
-            terms = [
-                o.float(w)
-                for r in range(0, share, width)
-                for w in scores.at(place, 4 * share, 4 * r).load(width)
-            ]
+            terms = [o.float(w) for r in range(0, share, width) for w in scores.at(place, 4 * share, 4 * r).load(width)]
             out = [o.fma(terms[n // 4], v[n % 4], s) for n, s in enumerate(out)]
         return [o.bits(s) for s in out]
 
@@ -450,14 +463,21 @@ def _launch(program, task, operands, outputs, *, updated: tuple[str, ...] = (), 
     return out | {name: jax.freeze(ref) for name, ref in refs.items()}
 
 
+def _rows(outputs: int, threads: int) -> int:
+    """Rows of a warp."""
+    warps = MULTIPROCESSORS * threads // 32
+    each = -(-outputs // warps)
+    return each if each <= 4 * UNROLLED else -(-outputs // (4 * warps))
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "out_dtype"))
 def run_normed_linear(
     x: jax.Array, scale: jax.Array, w: jax.Array, add: jax.Array | None, *, eps: float, out_dtype
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     (outputs, columns), wide = w.shape, jnp.dtype(out_dtype) == jnp.float32
-    # Few warps to a block, so that all blocks of a layer's projections fit at once; many rows for a large vocabulary.
-    threads, rows = (128, 1) if outputs <= 2048 else (128, 2) if outputs <= 32768 else (256, 8)
-    task = Linear(columns, outputs, threads, rows, wide, True, has_add=add is not None, eps=eps)
+    # One block to a multiprocessor, or four for a large vocabulary; few warps to a block where there are few rows.
+    threads = 128 if outputs <= 1024 else 256
+    task = Linear(columns, outputs, threads, _rows(outputs, threads), wide, True, has_add=add is not None, eps=eps)
     operands = {"x": x, "scale": scale.astype(x.dtype), "w": w} | ({} if add is None else {"add": add})
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     results = {"out": jax.ShapeDtypeStruct((1, outputs), out_dtype), "total": like, "normed": like}
@@ -472,7 +492,7 @@ def run_normed_linear(
 def run_merged_linear(parts: jax.Array, weight: jax.Array, w: jax.Array, add: jax.Array) -> jax.Array:
     outputs, columns = w.shape
     # Many warps to a block: each block reads all parts.
-    task = Linear(columns, outputs, 512, 1, False, False, parts=parts.shape[0])
+    task = Linear(columns, outputs, 512, _rows(outputs, 512), False, False, parts=parts.shape[0])
     operands = {"parts": parts, "weight": weight, "w": w, "add": add}
     out = _launch(
         linear, task, operands, {"out": jax.ShapeDtypeStruct(add.shape, add.dtype)}, blocks=task.blocks,
