@@ -2,12 +2,13 @@
 
     python examples/train.py --out my_model --steps 300 --batch 8            # laptop: eight virtual devices
     python examples/train.py --out my_model --steps 8000 --dense-experts     # one GPU: how examples/tiny_model was made
-    python examples/train.py --out my_model --steps 200 --large --quant none mxfp8   # fills a GPU or two
+    python examples/train.py --out runs --large --context 1024 --batch 48 --steps 150 --lr 3e-4 --quant none mxfp8 \\
+        --final-windows 0 --curves-only            # fills two GPUs: how docs/figures/training.json was made
 
 Every step sends its tokens to the experts' ranks in the format of --quant; the gradient passes straight through the
 rounding. The folder at --out becomes a Hugging Face Qwen3-MoE checkpoint (config.json, model.safetensors) with the loss
 history and its plot beside it, and `generate.py --model` takes it. Several formats are trained one after another on the
-same batches, and their curves are drawn over each other.
+same batches (their programs are compiled side by side), and their curves are drawn over each other.
 
 --dense-experts computes every expert for every token on one device (examples/dense_moe.py) and rounds the experts'
 input to the same format. With 16 experts of width 64 that is a single large matmul, which one GPU does faster than it
@@ -17,11 +18,14 @@ can sort.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import dataclasses
 import functools
 import json
 import os
 import pathlib
 import time
+from typing import Any
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -45,7 +49,10 @@ def parse(argv=None) -> argparse.Namespace:
     )
     p.add_argument("--eval-every", type=int, default=500)
     p.add_argument("--eval-windows", type=int, default=256, help="held-out windows that the curve is measured on")
-    p.add_argument("--final-windows", type=int, default=None, help="held-out windows at the end; all, unless told")
+    p.add_argument(
+        "--final-windows", type=int, default=None, help="held-out windows at the end; all, unless told; 0: none at all"
+    )
+    p.add_argument("--curves-only", action="store_true", help="write the history and its plot, and no model")
     p.add_argument("--library", help="folder of the standard library to read; this Python's, unless told")
     p.add_argument("--seed", type=int, default=0)
     for name, value in TINY.items():
@@ -102,6 +109,7 @@ def flops_per_token(config, context: int) -> float:
 
 def main(argv=None) -> dict:
     args = parse(argv)
+    args.quant = list(dict.fromkeys(args.quant))
     if "jax" not in __import__("sys").modules:  # virtual devices must be asked for before JAX starts
         os.environ["XLA_FLAGS"] = (
             os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={args.devices}"
@@ -111,151 +119,254 @@ def main(argv=None) -> dict:
 
     sizes = TINY | (LARGE if args.large else {})
     hf = {name: value if getattr(args, name, None) is None else getattr(args, name) for name, value in sizes.items()}
+    data = Text.read(args)
+    runs = [Run.make(args, hf, quant) for quant in args.quant]
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # nothing is timed meanwhile
+        list(pool.map(Run.compile, runs))
     results, first = {}, None
-    for quant in args.quant:
-        results[quant], model = train(args, hf, quant)
-        first = first or model
-    result = next(iter(results.values())) | {"runs": {quant: r["history"] for quant, r in results.items()}}
+    for run in runs:
+        results[run.quant], model = train(args, run, data)
+        first = first or (None if args.curves_only else model)
+        del model
+    result = dict(next(iter(results.values())))
+    result["runs"] = {quant: r.pop("history") for quant, r in results.items()}
+    result["history"] = result["runs"][args.quant[0]]
+    result["figures"] = results
     args.out.mkdir(parents=True, exist_ok=True)
-    qwen3_moe.save(first, hf, args.out, dtype=jnp.bfloat16)
+    if not args.curves_only:
+        qwen3_moe.save(first, hf, args.out, dtype=jnp.bfloat16)
     (args.out / "training.json").write_text(json.dumps(result))
     plot(result, args.out / "loss.png")
     return result
 
 
-def train(args, hf: dict, quant: str):
-    """One run, with the dispatch in `quant`: (what was measured, the model)."""
+@dataclasses.dataclass
+class Text:
+    """What is learnt from, and what is held out: token ids."""
+
+    corpus: Any
+    held_out: Any
+    gzip: float
+
+    @classmethod
+    def read(cls, args) -> Text:
+        import text
+
+        corpus, held_out = text.training_text(args.library), text.held_out_text(args.library)
+        gzip = text.gzip_bits_per_byte(held_out)
+        print(f"{len(corpus):,} bytes to train on, {len(held_out):,} held out (gzip -9: {gzip:.3f} bits per byte)")
+        return cls(corpus, held_out, gzip)
+
+    def windows(self, context: int, limit: int | None):
+        import text
+
+        return text.windows(self.held_out, context, limit=limit)
+
+
+@dataclasses.dataclass
+class Run:
+    """One run's program, with the dispatch in `quant`; `compiled` is made by `compile`, beside others.
+
+    make_model() -> the initialised model; place(tree) puts parameters and their moments where they belong. step(params,
+    state, rest, tokens) -> params, state, (bits per byte, balance loss); the first two are donated.
+    """
+
+    quant: str
+    devices: int
+    config: Any
+    dtype: str
+    tokens: Any  # shape and sharding of a batch
+    make_model: Any
+    place: Any
+    optimizer: Any
+    lowered: Any
+    compiled: Any = None
+
+    @classmethod
+    def make(cls, args, hf: dict, quant: str) -> Run:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+        import qwen3_moe
+        from dense_moe import DenseMoE
+        from flax import nnx
+
+        from jmoe.config import QuantConfig
+        from jmoe.nn import MoE
+
+        count = 1 if args.dense_experts else min(args.devices, jax.device_count())
+        devices = jax.devices()[:count]
+        mesh = jax.make_mesh((count,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+        on_gpu = jax.default_backend() == "gpu"
+        dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
+        config = qwen3_moe.Config.from_hf(hf, dtype=dtype, quant=QuantConfig(activations=quant))
+        make_moe = DenseMoE if args.dense_experts else functools.partial(MoE, mesh=mesh, backend=args.backend)
+
+        def make_model():
+            model = qwen3_moe.Qwen3Moe(config, moe=make_moe, rngs=nnx.Rngs(args.seed))
+            # A sharded layer takes a CPU several seconds to compile: do that once.
+            return model if args.dense_experts or on_gpu else qwen3_moe.stack_layers(model)
+
+        schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, max(1, min(200, args.steps // 10)), args.steps)
+        decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)
+        )
+        model = nnx.eval_shape(make_model)
+        axes = (None, "ep") if isinstance(model.layers, qwen3_moe.Block) else ("ep",)
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def sharding(path, leaf):
+            """Expert weights [E, ...] (stacked: [layers, E, ...]) are spread over the ranks, everything else (and its
+            moments) is on all of them.
+            """
+            del leaf
+            names = jax.tree_util.keystr(path)
+            expert = count > 1 and ("gate_up" in names or "'down'" in names or ".down" in names)
+            return jax.NamedSharding(mesh, jax.P(*axes) if expert else jax.P())
+
+        def shardings(tree):
+            return jax.tree_util.tree_map_with_path(sharding, tree)
+
+        def loss_of(params, rest, tokens):
+            model = nnx.merge(graph, params, rest)
+            hidden, _, stats = model.hidden(tokens[:, :-1])
+            nats = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:]).mean()
+            balance = stats.load_balance_loss.mean()
+            loss = nats + hf["router_aux_loss_coef"] * balance + Z_LOSS * stats.z_loss.mean()
+            return loss, (nats / np.log(2), balance)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, rest, tokens):
+            (_, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params, rest, tokens)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, metrics
+
+        def like(tree):
+            struct = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
+            return jax.tree.map(struct, tree, shardings(tree))
+
+        split = jax.NamedSharding(mesh, jax.P("ep"))
+        tokens = jax.ShapeDtypeStruct((args.batch, args.context + 1), jnp.int32, sharding=split)
+        lowered = step.lower(like(params), like(jax.eval_shape(optimizer.init, params)), like(rest), tokens)
+        place = lambda tree: jax.tree.map(jax.device_put, tree, shardings(tree))  # noqa: E731
+        return cls(quant, count, config, dtype, tokens, make_model, place, optimizer, lowered)
+
+    def compile(self) -> None:
+        self.compiled, self.lowered = self.lowered.compile(), None
+
+
+def train(args, run: Run, data: Text):
+    """(what was measured, the model)."""
     import jax
     import numpy as np
-    import optax
-    import qwen3_moe
-    import text
-    from dense_moe import DenseMoE
     from evaluate import bits_per_byte
     from flax import nnx
     from tqdm import tqdm
 
-    from jmoe.config import QuantConfig
-    from jmoe.nn import MoE
-
-    devices = 1 if args.dense_experts else min(args.devices, jax.device_count())
-    mesh = jax.make_mesh((devices,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
-    split = jax.NamedSharding(mesh, jax.P("ep"))
-    on_gpu = jax.default_backend() == "gpu"
-    dtype = args.dtype or ("bfloat16" if on_gpu else "float32")
-    config = qwen3_moe.Config.from_hf(hf, dtype=dtype, quant=QuantConfig(activations=quant))
-    make_moe = DenseMoE if args.dense_experts else functools.partial(MoE, mesh=mesh, backend=args.backend)
-    model = qwen3_moe.Qwen3Moe(config, moe=make_moe, rngs=nnx.Rngs(args.seed))
-    if not args.dense_experts and not on_gpu:  # a sharded layer takes a CPU several seconds to compile: do that once
-        model = qwen3_moe.stack_layers(model)
-    stacked = isinstance(model.layers, qwen3_moe.Block)
-
-    corpus, held_out = text.training_text(args.library), text.held_out_text(args.library)
-    gzip_bpb = text.gzip_bits_per_byte(held_out)
-    print(f"{len(corpus):,} bytes to train on, {len(held_out):,} held out (gzip -9: {gzip_bpb:.3f} bits per byte)")
-    schedule = optax.warmup_cosine_decay_schedule(0.0, args.lr, max(1, min(200, args.steps // 10)), args.steps)
-    decayed = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)
-    )
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    del model
-
-    def place(path, array):
-        """Expert weights [E, ...] (stacked: [layers, E, ...]) are spread over the ranks, everything else (and its
-        moments) is on all of them.
-        """
-        names = jax.tree_util.keystr(path)
-        expert = devices > 1 and ("gate_up" in names or "down" in names)
-        axes = (None, "ep") if stacked else ("ep",)
-        return jax.device_put(array, jax.NamedSharding(mesh, jax.P(*axes) if expert else jax.P()))
-
-    params = jax.tree_util.tree_map_with_path(place, params)
-    state = jax.tree_util.tree_map_with_path(place, optimizer.init(params))
-    print(f"{sum(p.size for p in jax.tree.leaves(params)):,} parameters on {devices} device(s), {dtype}, {quant}")
-
-    def loss_of(params, tokens):
-        model = nnx.merge(graph, params, rest)
-        hidden, _, stats = model.hidden(tokens[:, :-1])
-        nats = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), tokens[:, 1:]).mean()
-        balance = stats.load_balance_loss.mean()
-        loss = nats + hf["router_aux_loss_coef"] * balance + Z_LOSS * stats.z_loss.mean()
-        return loss, (nats / np.log(2), balance)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, tokens):
-        (_, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params, tokens)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, metrics
+    graph, params, rest = nnx.split(run.make_model(), nnx.Param, ...)
+    params, rest = run.place(params), run.place(rest)
+    state = run.place(run.optimizer.init(params))
+    count = sum(p.size for p in jax.tree.leaves(params))
+    print(f"{count:,} parameters on {run.devices} device(s), {run.dtype}, {run.quant}")
 
     rng = np.random.default_rng(args.seed)
     window = np.arange(args.context + 1)
-    few, final = (text.windows(held_out, args.context, limit=n) for n in (args.eval_windows, args.final_windows))
+    judged = args.final_windows != 0
+    few = final = None
+    if judged:
+        few, final = (data.windows(args.context, n) for n in (args.eval_windows, args.final_windows))
     history, started, evaluating = [], time.perf_counter(), 0.0
-    speed_from = (0, started)  # steps and time before the speed is measured: those of the first evaluation or compile
+    speed_from = (0, started)  # steps and time before the speed is measured
+    waiting = None  # a step's metrics are fetched when the next one is on its way
+
+    def fetch(i, bits, balance):
+        record = {"step": i, "bytes": i * args.batch * args.context, "train": float(bits), "balance": float(balance)}
+        history.append(record | {"seconds": time.perf_counter() - started})
+
     with tqdm(total=args.steps, unit="step", mininterval=1.0) as bar:
         for i in range(1, args.steps + 1):
-            starts = rng.integers(0, len(corpus) - args.context, args.batch)
-            tokens = jax.device_put(corpus[starts[:, None] + window[None, :]], split)
-            params, state, (bits, balance) = step(params, state, tokens)
+            starts = rng.integers(0, len(data.corpus) - args.context, args.batch)
+            tokens = jax.device_put(data.corpus[starts[:, None] + window[None, :]], run.tokens.sharding)
+            params, state, metrics = run.compiled(params, state, rest, tokens)
+            if waiting:
+                fetch(*waiting)
+                waiting = None
             if i <= 2:
                 jax.block_until_ready(params)
                 speed_from, evaluating = (i, time.perf_counter()), 0.0
+            seen = judged and (i == args.steps or i // args.eval_every > sum("held_out" in h for h in history))
             if i == 1 or i % max(1, args.steps // 300) == 0 or i == args.steps:
-                record = {"step": i, "bytes": i * args.batch * args.context, "train": float(bits)}
-                record |= {"balance": float(balance), "seconds": time.perf_counter() - started}
-                if i == args.steps:
-                    spent = time.perf_counter() - speed_from[1] - evaluating
-                if i == args.steps or i // args.eval_every > sum("held_out" in h for h in history):
-                    before = time.perf_counter()
-                    windows = final if i == args.steps else few
-                    record["held_out"] = bits_per_byte(nnx.merge(graph, params, rest), *windows, batch=32)
-                    evaluating += time.perf_counter() - before
-                history.append(record)
-                bar.set_postfix({k: f"{v:.3f}" for k, v in record.items() if k in ("train", "held_out", "balance")})
-                bar.update(i - bar.n)
-    result = {"held_out_bits_per_byte": history[-1]["held_out"], "gzip_bits_per_byte": gzip_bpb, "history": history}
-    print(f"{quant}: held-out bits per byte {history[-1]['held_out']:.4f}, gzip -9 {gzip_bpb:.4f}")
+                waiting = (i, *metrics)
+            if i == args.steps or (seen and waiting):
+                fetch(*waiting)
+                waiting = None
+            if i == args.steps:
+                spent = time.perf_counter() - speed_from[1] - evaluating
+            if seen and history[-1]["step"] == i:
+                before = time.perf_counter()
+                windows = final if i == args.steps else few
+                history[-1]["held_out"] = bits_per_byte(nnx.merge(graph, params, rest), *windows, batch=32)
+                evaluating += time.perf_counter() - before
+            if history:
+                shown = {k: v for k, v in history[-1].items() if k in ("train", "held_out", "balance")}
+                bar.set_postfix({k: f"{v:.3f}" for k, v in shown.items()})
+            bar.update(i - bar.n)
+    result = {"gzip_bits_per_byte": data.gzip, "history": history}
+    result |= {"steps": args.steps, "batch": args.batch, "context": args.context, "parameters": count}
+    if judged:
+        result["held_out_bits_per_byte"] = history[-1]["held_out"]
+        print(f"{run.quant}: held-out bits per byte {history[-1]['held_out']:.4f}, gzip -9 {data.gzip:.4f}")
     if args.steps > speed_from[0]:
         rate = (args.steps - speed_from[0]) * args.batch * args.context / spent
         kind = jax.devices()[0].device_kind
         peak = next((p for name, p in PEAK_FLOPS.items() if name in kind), None)
-        flops = rate * flops_per_token(config, args.context) / devices
+        flops = rate * flops_per_token(run.config, args.context) / run.devices
         result |= {"tokens_per_second": rate, "mfu": None if peak is None else flops / peak}
+        result |= {"devices": run.devices, "device_kind": kind}
         share = "" if peak is None else f", {flops / peak:.1%} of the {peak / 1e12:.0f} TFLOP/s of its datasheet"
-        print(f"{quant}: {rate:,.0f} tokens/s on {devices} x {kind}, {flops / 1e12:.1f} TFLOP/s on each{share}")
+        print(f"{run.quant}: {rate:,.0f} tokens/s on {run.devices} x {kind}, {flops / 1e12:.1f} TFLOP/s on each{share}")
     return result, nnx.merge(graph, params, rest)
 
 
 PAIRS = [("#9bb7d4", "#1f4e79"), ("#e8b9a0", "#b5532a"), ("#a9d0b0", "#2e6b3e"), ("#c9b6dc", "#5b3a85")]  # colours
 
 
-def plot(result: dict, path: pathlib.Path) -> None:
-    """The loss curve in bits per byte, with the held-out text and what gzip -9 makes of it."""
+def plot(result: dict, path: pathlib.Path, **metadata: str) -> None:
+    """The loss curves in bits per byte, with the held-out text and what gzip -9 makes of it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
-    runs = result["runs"]
+    runs, figures = result["runs"], result.get("figures", {})
     for (quant, history), (light, dark) in zip(runs.items(), PAIRS * len(runs), strict=False):
         name = "unquantised" if quant == "none" else quant
         mark = f", {name} dispatch" if len(runs) > 1 else ""
+        of = figures.get(quant, {})
+        if len(runs) > 1 and of.get("mfu"):
+            mark += f": {of['tokens_per_second']:,.0f} tokens/s, {of['mfu']:.1%} of peak"
         x = [h["bytes"] / 1e6 for h in history]
         seen = [(h["bytes"] / 1e6, h["held_out"]) for h in history if "held_out" in h]
-        ax.plot(x, [h["train"] for h in history], color=light, lw=1, label="training batch" + mark)
-        ax.plot(*zip(*seen, strict=True), color=dark, lw=2, marker="o", ms=3, label="held-out text" + mark)
+        ax.plot(x, [h["train"] for h in history], color=light if seen else dark, lw=1, label="training batch" + mark)
+        if seen:
+            ax.plot(*zip(*seen, strict=True), color=dark, lw=2, marker="o", ms=3, label="held-out text" + mark)
     ax.axhline(result["gzip_bits_per_byte"], color="#7f7f7f", ls="--", lw=1.2, label="gzip -9 on the held-out text")
-    last = [h for h in result["history"] if "held_out" in h][-1]
-    end = (last["bytes"] / 1e6, last["held_out"])
-    ax.annotate(f"{end[1]:.2f}", end, textcoords="offset points", xytext=(-4, 10), ha="right", color="#1f4e79")
-    ax.set(xlabel="million bytes read", ylabel="bits per byte", ylim=(0.5, 4), xlim=(0, None))
+    last = [h for h in result["history"] if "held_out" in h][-1:]
+    for h in last:
+        end = (h["bytes"] / 1e6, h["held_out"])
+        ax.annotate(f"{end[1]:.2f}", end, textcoords="offset points", xytext=(-4, 10), ha="right", color="#1f4e79")
+    ax.set(xlabel="million bytes read", ylabel="bits per byte", ylim=(0.5, 4) if last else (1, 9), xlim=(0, None))
     ax.grid(alpha=0.25)
     ax.legend(frameon=False)
+    if result.get("device_kind"):
+        size = f"{result['parameters'] / 1e9:.2g} billion parameters"
+        ax.set_title(f"{size}, {result['devices']} x {result['device_kind']}", fontsize=9, loc="left")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
-    fig.savefig(path, dpi=150)
+    fig.savefig(path, dpi=150, metadata=metadata)
     plt.close(fig)
 
 
