@@ -12,10 +12,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-WORD = 32  # tokens whose membership is one word of bits
-DIRECT = 512  # words that are added up each by itself: N * N / 2 additions, in one kernel
+from pallas_kernels.permute import member_slots, rank_slots
 
 Form = Literal["standard", "gathered", "batched"]
 
@@ -122,49 +120,12 @@ def make_plan(
         return Plan(member, slot, counts, src_token, dropped, alive, None, None, None, "gathered")
     if form != "standard":
         raise ValueError(f"form={form!r} is not known; choose 'standard', 'batched' or 'gathered'.")
-    slot, counts = _slots(member, capacity)
+    usable_ids = ids if rank_mask is None else jnp.where(usable, ids, -1)
+    slot, counts, dropped = rank_slots(usable_ids, num_ranks=num_ranks, num_local=num_local, capacity=capacity)
+    if rank_mask is not None:
+        dropped = dropped + jnp.sum(valid & ~usable, dtype=jnp.int32)
     src_token = _invert(slot, ranks[0], tokens, num_ranks, capacity)
-    got_slot = jnp.take_along_axis(slot, jnp.where(usable, owner, 0), axis=1) >= 0  # [T, K]
-    dropped = jnp.sum(valid & ~(usable & got_slot), dtype=jnp.int32)
     return Plan(member, slot, counts, src_token, dropped, alive, None, None, None, "standard")
-
-
-def _slots(member: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Prefix-sum slots of a membership table [T, S], -1 beyond capacity, and how many were given."""
-    order, total = _members_before(member)
-    return jnp.where(member & (order < capacity), order, -1), jnp.minimum(total, capacity)
-
-
-def _members_before(member: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """How many of the tokens before each are members, int32 [T, S], and how many are in all, int32 [S].
-
-    32 tokens make a word, whose bits are counted; words are few enough to add up directly. XLA's cumsum takes 42 us
-    of an H200 for 8192 tokens and 2 ranks.
-    """
-    tokens, targets = member.shape
-    words = -(-tokens // WORD)
-    table = jnp.pad(member, ((0, words * WORD - tokens), (0, 0))).reshape(words, WORD, targets)
-    bit = jnp.arange(WORD, dtype=jnp.uint32)[None, :, None]
-    word = jnp.sum(table.astype(jnp.uint32) << bit, axis=1, dtype=jnp.uint32)  # [words, S]
-    earlier = (jnp.uint32(1) << bit) - jnp.uint32(1)
-    inside = lax.population_count(word[:, None, :] & earlier).astype(jnp.int32)  # [words, WORD, S]
-    upto = _running_sums(lax.population_count(word).astype(jnp.int32).T)  # [S, words + 1]
-    before = upto[:, :-1].T[:, None, :] + inside
-    return before.reshape(words * WORD, targets)[:tokens], upto[:, -1]
-
-
-def _running_sums(values: jax.Array) -> jax.Array:
-    """int32 [S, N] -> [S, N + 1], the sums of the entries before each place."""
-    count = values.shape[1]
-    if count > DIRECT:
-        chunks = -(-count // DIRECT)
-        chunk = jnp.pad(values, ((0, 0), (0, chunks * DIRECT - count))).reshape(-1, DIRECT)  # [S * chunks, DIRECT]
-        upto = _running_sums(chunk).reshape(-1, chunks, DIRECT + 1)
-        start = _running_sums(upto[:, :, -1])  # [S, chunks + 1]
-        sums = (start[:, :-1, None] + upto[:, :, :-1]).reshape(-1, chunks * DIRECT)[:, :count]
-        return jnp.concatenate([sums, start[:, -1:]], axis=1)
-    before = jnp.arange(count, dtype=jnp.int32)[None, :] < jnp.arange(count + 1, dtype=jnp.int32)[:, None]
-    return jnp.sum(jnp.where(before[None], values[:, None, :], 0), axis=2, dtype=jnp.int32)
 
 
 def _invert(slot: jax.Array, target: jax.Array, value: jax.Array, num_targets: int, capacity: int) -> jax.Array:
@@ -185,7 +146,7 @@ def _batched(ids, valid, usable, member, alive, num_physical: int, capacity: int
     target = jnp.where(usable, ids, -1)
     experts = jnp.arange(num_physical, dtype=jnp.int32).reshape(1, 1, -1)
     wants = jnp.any(target[..., None] == experts, axis=1)  # [T, S]
-    table, counts = _slots(wants, capacity)
+    table, counts = member_slots(wants, capacity)
     slot = jnp.take_along_axis(table, jnp.maximum(target, 0), axis=1)  # [T, K]
     dropped = jnp.sum(valid & ~(usable & (slot >= 0)), dtype=jnp.int32)
     slot = jnp.where(first & usable, slot, -1)
@@ -227,7 +188,7 @@ def plan_between_hosts(plan: Plan, *, num_hosts: int, capacity: int) -> tuple[Pl
     host = jnp.where(sent, target // targets, -1)  # [T, R or K]
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, :]
     member = jnp.any(host[..., None] == hosts[:, None, :], axis=1)  # [T, H]
-    slot, counts = _slots(member, capacity)
+    slot, counts = member_slots(member, capacity)
     tokens = jnp.arange(plan.num_tokens, dtype=jnp.int32)[:, None]
     src_token = _invert(slot, hosts, tokens, num_hosts, capacity)
     alive = jnp.ones((num_hosts,), bool)

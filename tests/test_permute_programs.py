@@ -7,15 +7,16 @@ import pytest
 
 from pallas_kernels.grouped_matmul import mosaic_schedule
 from pallas_kernels.grouped_matmul.schedule import _tile_schedule, max_tiles
-from pallas_kernels.permute import mosaic_rows, mosaic_sort
+from pallas_kernels.permute import mosaic_rows, mosaic_slots, mosaic_sort
 from pallas_kernels.permute.rows import _sum_of_rows, _take
+from pallas_kernels.permute.slots import _rank_slots
 from pallas_kernels.permute.sort import _sort
 from pallas_kernels.quantize import dequantize, quantize
 
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
-    permute_emulator.install(monkeypatch, mosaic_sort, mosaic_rows, mosaic_schedule)
+    permute_emulator.install(monkeypatch, mosaic_sort, mosaic_rows, mosaic_slots, mosaic_schedule)
 
 
 @pytest.mark.parametrize("run", ["one block", "several blocks"])
@@ -117,3 +118,15 @@ def test_schedule_kernel_equals_the_xla_schedule(rng, groups, rows, block, offse
         expected = _tile_schedule(sizes, offset, rows, block, weights)
         for name, got in zip(expected._fields, mosaic_schedule.run_schedule(task, sizes, offset), strict=True):
             np.testing.assert_array_equal(got, getattr(expected, name), err_msg=name)
+
+
+@pytest.mark.parametrize("tokens,k,ranks,local", [(1, 8, 2, 64), (130, 3, 4, 5), (3000, 8, 2, 4), (64, 8, 16, 2)])
+def test_slots_kernel_equals_the_xla_slots(rng, tokens, k, ranks, local):
+    for low, high in ((-2, ranks * local + 2), (0, local), (-1, 0)):
+        ids = jnp.asarray(rng.integers(low, high, (tokens, k)), jnp.int32)
+        for capacity in (tokens, tokens // 3):
+            out = mosaic_slots.run_slots(mosaic_slots.Task(tokens, k, ranks, local, capacity), ids)
+            expected = _rank_slots(ids, ranks, local, capacity)
+            np.testing.assert_array_equal(out["slot"], expected.slot)
+            np.testing.assert_array_equal(out["counts"], expected.counts)
+            np.testing.assert_array_equal(out["dropped"][0], expected.dropped)

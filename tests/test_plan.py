@@ -10,7 +10,8 @@ from exchange_helpers import ROUTINGS, E, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmoe.plan import _members_before, make_plan, merge_weights
+from jmoe.plan import make_plan, merge_weights
+from pallas_kernels.permute.slots import _members_before
 
 R, E_LOC, K, T = 4, 3, 4, 7
 
