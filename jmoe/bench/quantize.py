@@ -4,11 +4,17 @@ T rows, D columns of bfloat16. Bytes that count: the input once, data and scales
 input sets that together exceed the L2 cache and returns every result, so that nothing is cached, merged or dropped;
 several such calls are in flight, so that Python does not count. Few rows are timed in a chain inside one jit, where
 each call waits for the one before (one small kernel more for each call). Tensor-wide scales are given, as in serving.
+
+Short kernels do not reach the bandwidth of a large copy, and no pass over as many bytes does: beside the share of the
+large copy each record has that of an elementwise pass over the same array, timed in the same way.
+Everything is compiled at once, in threads; the torch peers run in a process of their own meanwhile.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,33 +28,67 @@ import numpy as np
 from jmoe import formats
 from jmoe.formats import FORMATS, QTensor, dequantize, quantize
 
-from . import quantize_peers
-from .common import NoProgress, Progress, Record, copy_bandwidth, num_sets, relative_error, time_chain
+from .common import (
+    NoProgress,
+    Progress,
+    Record,
+    chain,
+    copy_bandwidth,
+    jit_donating,
+    num_sets,
+    relative_error,
+    time_chain,
+)
 from .plot import bars
+from .quantize_peers import TorchPeers, plain_xla, plain_xla_inverse
 
 SHAPES = ((16384, 7168), (8192, 4096), (128, 7168))
 QUANTISED = ("mxfp8", "mxfp4", "fp8_128", "fp8_128_ue8m0", "nvfp4", "nvfp4_token", "nvfp4_4o6", "nvfp4_token_4o6")
 DEQUANTISED = ("mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token")
-FEW_ROWS = 256
+FEW_ROWS, FEW_CALLS = 256, 1600
+OURS, PLAIN = "jmoe", "plain XLA"
 SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 
 
-def seconds(f: Callable[[Any], Any], sets: list[Any], *, smoke: bool) -> float:
-    """Median seconds of f(one set)."""
-    if sets[0].shape[0] <= FEW_ROWS and not smoke:
-        return time_chain(f, [(s,) for s in sets]).median
-    once = jax.jit(f)  # traced and lowered once for all sets
-    run = jax.jit(lambda sets: [once(s) for s in sets])
-    jax.block_until_ready(run(sets))
-    calls, repeats = (1, 1) if smoke else (8, 5)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = run(sets)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / (calls * len(sets)))
-    return statistics.median(times)
+class Program:
+    """f, compiled for a list of input sets; f(one set) is what is timed."""
+
+    def __init__(self, f: Callable[[Any], Any], sets: list[Any], *, smoke: bool):
+        """sets: arrays, or their shapes where only those are known yet."""
+        self.f, self.smoke = f, smoke
+        self.few = sets[0].shape[0] <= FEW_ROWS and not smoke
+        if self.few:
+            tuples = tuple((s,) for s in sets)
+            firsts, rest = tuple(s for s in sets), tuple((None,) for _ in sets)
+            self.calls = -(-FEW_CALLS // len(tuples)) * len(tuples)
+            self.lowered = jit_donating(chain(lambda x: f(x), calls=self.calls)).lower(firsts, rest)
+        else:
+            once = jax.jit(f)  # traced and lowered once for all sets
+            self.lowered = jax.jit(lambda sets: [once(s) for s in sets]).lower(sets)
+
+    def compile(self) -> None:
+        """Compiles; may run in a thread."""
+        self.run = self.lowered.compile()
+
+    def seconds(self, sets: list[Any]) -> tuple[float, list[Any]]:
+        """Median seconds of f(one set), and the results of all sets (none for few rows)."""
+        if self.few:
+            return time_chain(self.f, [(s,) for s in sets], calls=self.calls, wrap=lambda _: self.run).median, []
+        out = jax.block_until_ready(self.run(sets))
+        calls, repeats = (1, 1) if self.smoke else (8, 5)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for _ in range(calls):
+                out = self.run(sets)
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - start) / (calls * len(sets)))
+        return statistics.median(times), out
+
+
+def elementwise(x: jax.Array) -> jax.Array:
+    """A pass that reads and writes every byte of x once."""
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint16) ^ jnp.uint16(1), x.dtype)
 
 
 def moved_bytes(name: str, rows: int, columns: int) -> int:
@@ -79,33 +119,57 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
     """All figures. smoke: tiny shapes, correctness only."""
     progress = progress or NoProgress()
     shapes = SMOKE_SHAPES if smoke else SHAPES
-    quantised = SMOKE_FORMATS if smoke else QUANTISED
-    dequantised = SMOKE_FORMATS[:1] if smoke else DEQUANTISED
-    progress.start(len(shapes) * (len(quantised) + len(dequantised)))
-    copy = copy_bandwidth()
-    records = []
-    for rows, columns in shapes:
-        sets = inputs(rows, columns, smoke=smoke)
-        record = functools.partial(_record, rows=rows, columns=columns, copy=copy, smoke=smoke)
-        for name in quantised:
-            progress.step(f"quantise {name} {rows}x{columns}")
-            records.append(_quantise(name, sets, record, smoke))
-        for name in dequantised if rows > FEW_ROWS or smoke else ():
-            progress.step(f"dequantise {name} {rows}x{columns}")
-            records.append(_dequantise(name, sets, record, smoke))
-        del sets
+    torch = TorchPeers([] if smoke or jax.default_backend() != "gpu" else [s for s in shapes if s[0] > FEW_ROWS])
+    sets = {shape: inputs(*shape, smoke=smoke) for shape in shapes}
+    programs = {key: Program(*about, smoke=smoke) for key, about in _plan(sets, smoke).items()}
+    progress.start(len(programs))
+    with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 4)) as pool:
+        checks = [pool.submit(_check, key[1], key[2][1]) for key in programs if key[0] == "quantise" and key[3] == OURS]
+        for _ in pool.map(Program.compile, programs.values()):
+            progress.step("compiling")
+        for check in checks:
+            check.result()
+    torch.wait()
+    progress.start(len(programs))
+    copy, records, passes = copy_bandwidth(), [], {}
+    quantised: dict[tuple[str, tuple[int, int]], list[QTensor]] = {}
+    taken: dict[tuple, float] = {}
+    for key, program in programs.items():
+        kind, name, shape, how = key
+        progress.step(f"{kind} {name} {shape[0]}x{shape[1]}, {how}")
+        if kind == "dequantise":
+            taken[key], _ = program.seconds(quantised[name, shape])
+        else:
+            taken[key], out = program.seconds(sets[shape])
+            if kind == "quantise" and how == OURS and name in DEQUANTISED:
+                quantised[name, shape] = out
+        if kind == "elementwise":
+            passes[shape] = 4 * shape[0] * shape[1] / taken[key] / 1e9
+        elif how == PLAIN:
+            peers = {PLAIN: taken[key]}
+            if kind == "quantise":
+                peers |= torch.seconds.get((name, *shape), {})
+            record = _record(kind, name, shape, taken[kind, name, shape, OURS], peers, copy, passes, smoke)
+            record.parameters["peers_that_failed"] = {p: why for p, why in torch.reasons.items() if kind == "quantise"}
+            records.append(record)
+            progress.record(record)
     return records
 
 
-def _quantise(name: str, sets, record, smoke: bool) -> Record:
-    g = given_scale(name)
-    rows, columns = sets[0].shape
-    taken = seconds(lambda x: quantize(x, name, global_scale=g), sets, smoke=smoke)
-    peers = {"plain XLA": seconds(functools.partial(quantize_peers.plain_xla, name=name), sets, smoke=smoke)}
-    if rows > FEW_ROWS and not smoke:
-        peers |= quantize_peers.torch_seconds(name, rows, columns)
-    error, wrong = _check(name, columns)
-    return record(f"quantise {name}", name, taken, peers, error, wrong=wrong)
+def _plan(sets: dict, smoke: bool) -> dict[tuple, tuple[Callable[[Any], Any], list[Any]]]:
+    """What is timed, in order: (kind, format, shape, whose) -> function and its input sets."""
+    plan: dict[tuple, tuple[Callable[[Any], Any], list[Any]]] = {}
+    for shape, xs in sets.items():
+        plan["elementwise", "", shape, "XLA"] = elementwise, xs
+        for name in SMOKE_FORMATS if smoke else QUANTISED:
+            ours = functools.partial(quantize, fmt=name, global_scale=given_scale(name))
+            plan["quantise", name, shape, OURS] = ours, xs
+            plan["quantise", name, shape, PLAIN] = functools.partial(plain_xla, name=name), xs
+            if shape[0] > FEW_ROWS and name in DEQUANTISED or smoke and name == SMOKE_FORMATS[0]:
+                like = [jax.eval_shape(ours, xs[0])] * len(xs)
+                plan["dequantise", name, shape, OURS] = dequantize, like
+                plan["dequantise", name, shape, PLAIN] = plain_xla_inverse, like
+    return plan
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,26 +183,18 @@ def _check(name: str, columns: int) -> tuple[float, int]:
     return error, differing_bytes(q, reference)
 
 
-def _dequantise(name: str, sets, record, smoke: bool) -> Record:
-    g = given_scale(name)
-    make = jax.jit(lambda x: quantize(x, name, global_scale=g))
-    quantised = [make(x) for x in sets]
-    taken = seconds(dequantize, quantised, smoke=smoke)
-    plain = seconds(quantize_peers.plain_xla_inverse, quantised, smoke=smoke)
-    error, _ = _check(name, sets[0].shape[1])
-    return record(f"dequantise {name}", name, taken, {"plain XLA": plain}, error)
-
-
-def _record(title, name, taken, peers, error, *, rows, columns, copy, smoke, wrong: int = 0) -> Record:
+def _record(kind, name, shape, seconds, peers, copy, passes, smoke: bool) -> Record:
+    rows, columns = shape
     moved = moved_bytes(name, rows, columns)
     best = min(peers, key=peers.get)
     rates = {peer: moved / s / 1e9 for peer, s in peers.items()}
+    error, wrong = _check(name, columns)
     return Record(
-        name=title,
+        name=f"{kind} {name}",
         case=f"{rows}x{columns} bfloat16",
-        value=moved / taken / 1e9,
+        value=moved / seconds / 1e9,
         unit="GB/s",
-        seconds=taken,
+        seconds=seconds,
         ceiling=copy,
         ceiling_name="copy bandwidth of this run",
         peer=rates[best],
@@ -146,7 +202,15 @@ def _record(title, name, taken, peers, error, *, rows, columns, copy, smoke, wro
         error=error,
         error_name="relative error",
         meaningful=not smoke,
-        parameters={"T": rows, "D": columns, "format": name, "differing_bytes": wrong, "peers": rates},
+        parameters={
+            "T": rows,
+            "D": columns,
+            "format": name,
+            "differing_bytes": wrong,
+            "peers": rates,
+            "elementwise_pass": passes[shape],
+            "share_of_elementwise_pass": moved / seconds / 1e9 / passes[shape],
+        },
     )
 
 
