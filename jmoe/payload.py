@@ -255,7 +255,8 @@ def unpack(
     """What received rows hold.
 
     Args:
-      rows: uint8 [N, row_bytes]; where `data` came apart from the rest, [N, row_bytes - data_bytes].
+      rows: uint8 [N, row_bytes]; where `data` came apart from the rest, [N, row_bytes - data_bytes], or int32 words of
+        it.
       rank, num_local: the receiver owns physical ids rank * num_local + (0..num_local-1).
       valid: bool [N], rows in which something arrived; what the others hold, ids included, is never looked at.
         None where padding rows carry id -1.
@@ -266,7 +267,7 @@ def unpack(
       and padding. weights: float32 [N, K], zero where the id is -1.
     """
     skip = 0 if data is None else layout.data_bytes
-    physical = from_bytes(rows[:, layout.ids_offset - skip : layout.weights_offset - skip], jnp.int32)
+    physical = _part(rows, layout.ids_offset - skip, layout.weights_offset - skip, jnp.int32)
     local = physical - jnp.asarray(rank, jnp.int32) * num_local
     mine = (physical >= 0) & (local >= 0) & (local < num_local)
     if valid is not None:
@@ -278,7 +279,17 @@ def unpack(
 def unpack_weights(rows: jax.Array, layout: RowLayout, *, skip: int = 0) -> jax.Array:
     """The routing weights of rows (without their first `skip` bytes), float32 [N, K]."""
     start = layout.weights_offset - skip
-    return from_bytes(rows[:, start : start + 4 * layout.top_k], jnp.float32)
+    return _part(rows, start, start + 4 * layout.top_k, jnp.float32)
+
+
+def _part(rows: jax.Array, start: int, stop: int, dtype) -> jax.Array:
+    """Bytes start..stop of each row as `dtype`. rows: uint8, or int32 words, of which XLA makes no copy in between."""
+    if rows.dtype == jnp.uint8:
+        return from_bytes(rows[:, start:stop], dtype)
+    words = rows[:, start // 4 : -(-stop // 4)]
+    if jnp.dtype(dtype).itemsize == 4:
+        return jax.lax.bitcast_convert_type(words, dtype)
+    return from_bytes(to_bytes(words)[:, start % 4 : start % 4 + stop - start], dtype)
 
 
 def unpack_data(
@@ -296,10 +307,10 @@ def unpack_data(
     if fmt is None:
         return data
     start = layout.scale_offset - skip
-    scale = from_bytes(rows[:, start : start + layout.scale_bytes], layout.scale_dtype)
+    scale = _part(rows, start, start + layout.scale_bytes, layout.scale_dtype)
     if fmt.global_scale == "token":
         start = layout.row_scale_offset - skip
-        global_scale = from_bytes(rows[:, start : start + 4], jnp.float32)[:, 0]
+        global_scale = _part(rows, start, start + 4, jnp.float32)[:, 0]
     elif fmt.global_scale == "tensor" and global_scale is None:
         raise ValueError(
             f"wire={layout.wire!r} has one scale for the whole tensor, which does not travel with the rows; every rank "

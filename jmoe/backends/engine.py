@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmoe.caps import DeviceCaps
-from jmoe.payload import RowLayout, to_bytes
+from jmoe.payload import RowLayout, from_bytes, to_bytes
 from jmoe.plan import Plan
 from pallas_kernels.quantize import QTensor
 
@@ -121,22 +121,22 @@ def push_encoding(
         num_local=exchange.num_local if batched else 1,
         apart=True,
     )
-    return rest.reshape(-1, rest.shape[-1]), counts, data.reshape(-1, layout.data_bytes)
+    return from_bytes(rest.reshape(-1, rest.shape[-1]), jnp.int32), counts, data.reshape(-1, layout.data_bytes)
 
 
 def push_apart(
     x: jax.Array, tail: jax.Array, plan: Plan, exchange: Exchange
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`."""
+    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`. The latter comes in words."""
     from pallas_kernels.all_to_all import mosaic_push
 
     if plan.form == "batched" or x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
         return None
     assert isinstance(exchange.axis_name, str)
     (data, rest), counts = mosaic_push.push_apart(
-        (x, tail), plan.slot, plan.counts, axis_name=exchange.axis_name, capacity=exchange.capacity
+        (x, from_bytes(tail, jnp.int32)), plan.slot, plan.counts, axis_name=exchange.axis_name, capacity=exchange.capacity
     )
-    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1]), counts
+    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1] // 4), counts
 
 
 def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange) -> jax.Array:
