@@ -342,6 +342,18 @@ def unstack_layers(model: Qwen3Moe) -> Qwen3Moe:
     return plain
 
 
+def with_quant(model: Qwen3Moe, quant: QuantConfig) -> Qwen3Moe:
+    """The same arrays with other formats of activations; their weights must be in `quant.weights` already."""
+    graph, state = nnx.split(model)
+    other = nnx.merge(graph, state)
+    moe = dataclasses.replace(model.config.moe, quant=quant)
+    other.config = dataclasses.replace(model.config, moe=moe)
+    for block in other.layers:
+        if isinstance(block.mlp, MoE):
+            block.mlp = MoE.from_params(moe, block.mlp.params, mesh=block.mlp.mesh, backend=block.mlp.backend)
+    return other
+
+
 @functools.partial(jax.jit, static_argnames=("size", "side"))
 def prefill(
     model: Qwen3Moe, ids: jax.Array, valid: jax.Array, *, size: int, side: str = "left"

@@ -24,6 +24,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import time
 from typing import Any
 
@@ -222,8 +223,7 @@ class Run:
             moments) is on all of them.
             """
             del leaf
-            names = jax.tree_util.keystr(path)
-            expert = count > 1 and ("gate_up" in names or "'down'" in names or ".down" in names)
+            expert = count > 1 and re.search(r"\b(gate_up|down)\b", jax.tree_util.keystr(path))
             return jax.NamedSharding(mesh, jax.P(*axes) if expert else jax.P())
 
         def shardings(tree):

@@ -1,12 +1,17 @@
 """`jmoe bench model`: generation with a whole Qwen3-30B-A3B of random weights, the model of `examples/qwen3_moe.py`.
 
-B sequences, S tokens of a prompt, N slots of the cache.
+B sequences, S tokens of a prompt, N slots of the cache, R devices.
 
-Prefill is one compiled call over padded prompts; decoding is one compiled loop, so Python's launches do not count. The
-ceiling of decoding is reading, at the copy bandwidth of the same run, what a step cannot do without: attention and
-output weights, the experts that B * K assignments of an even router touch, and the keys and values so far. The ceiling
-of prefill is its matmuls at the speed of a dense one. The error compares the logits of a token that was read with the
-cache with those of reading everything at once.
+Prefill is one compiled call over padded prompts of different lengths; decoding is one compiled loop, so Python's
+launches do not count. The ceiling of decoding is reading, at the copy bandwidth of the same run, what a step cannot do
+without: attention and output weights, the experts that B * K assignments of an even router touch, and the keys and
+values so far. The ceiling of prefill is its matmuls at the speed of a dense one. The error compares the logits of a
+token that was read with the cache with those of reading everything at once.
+
+On several devices the experts are spread over them (and only that is measured): each attends for its share of the
+sequences, with attention weights of its own; a single sequence is attended to by all of them.
+
+All programs are lowered first, compiled side by side, and timed when that is done.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import re
 import statistics
 import sys
 import time
@@ -25,6 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jmoe.config import QuantConfig
 
@@ -32,7 +39,16 @@ from .common import NoProgress, Progress, Record, relative_error
 from .layer_case import Ceilings, ceilings, touched_experts
 
 DECODING = ((1, 1024), (8, 1024), (64, 1024), (256, 512))  # (B, tokens that each sequence has already)
-WEIGHTS = (("BF16", None), ("FP8-128", "fp8_128x128"), ("NVFP4", "nvfp4"))
+# What the experts are kept in, and, where that is measured too, what the activations of a prefill are quantised to.
+WEIGHTS: tuple[tuple[str, str | None, QuantConfig | None], ...] = (
+    ("BF16", None, None),
+    (
+        "FP8-128",
+        "fp8_128x128",
+        QuantConfig(weights="fp8_128x128", activations="fp8_128", intermediate="fp8_128"),
+    ),
+    ("NVFP4", "nvfp4", None),
+)
 STEPS = 32
 PROMPTS, PROMPT = 8, 1024
 TINY = dict(
@@ -95,19 +111,43 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def _like(tree: Any) -> Any:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+def _sharding(mesh: Mesh | None, batch: int) -> jax.sharding.Sharding | None:
+    """Of arrays with a leading axis of sequences: spread over the devices where they divide, else on each."""
+    if mesh is None:
+        return None
+    return jax.NamedSharding(mesh, jax.P("ep") if batch % mesh.size == 0 else jax.P())
 
 
-def filled_cache(example: ModuleType, model: Any, batch: int, context: int, size: int) -> Any:
+def _like(tree: Any, sharding: Any = None) -> Any:
+    """Shapes and dtypes; sharding: one for all arrays with axes, or a function (path, leaf) -> sharding."""
+
+    def one(path: Any, a: Any) -> jax.ShapeDtypeStruct:
+        where = sharding(path, a) if callable(sharding) else sharding
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _cache_like(example: ModuleType, config: Any, batch: int, size: int, mesh: Mesh | None) -> Any:
+    empty = jax.eval_shape(lambda: example.Cache.empty(config, batch, size))
+    split = _sharding(mesh, batch)
+    everywhere = None if mesh is None else jax.NamedSharding(mesh, jax.P())
+    return _like(empty, lambda _, a: split if a.ndim else everywhere)
+
+
+def filled_cache(
+    example: ModuleType, config: Any, batch: int, context: int, size: int, *, mesh: Mesh | None = None
+) -> Any:
     """A cache of `size` slots, of which every sequence has filled `context`, with random keys and values."""
-    empty = jax.eval_shape(lambda: example.Cache.empty(model.config, batch, size))
-    make = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
-    leaves, tree = jax.tree.flatten(empty.kv)
+    like = _cache_like(example, config, batch, size, mesh)
+    leaves, tree = jax.tree.flatten(like.kv)
+    how = dict(static_argnums=(1, 2), out_shardings=leaves[0].sharding)
+    make = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype), **how)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     kv = [make(key, a.shape, a.dtype) for key, a in zip(keys, leaves, strict=True)]
     valid = jnp.broadcast_to(jnp.arange(size)[None, :] < context, (batch, size))
-    return dataclasses.replace(empty, kv=jax.tree.unflatten(tree, kv), valid=valid, used=jnp.int32(context))
+    cache = dataclasses.replace(like, kv=jax.tree.unflatten(tree, kv), valid=valid, used=jnp.int32(context))
+    return cache if mesh is None else jax.device_put(cache, jax.tree.map(lambda a: a.sharding, like))
 
 
 @dataclasses.dataclass
@@ -117,90 +157,170 @@ class Decoding:
     batch: int
     context: int
     steps: int
+    mesh: Mesh | None
     lowered: Any
     compiled: Any = None
 
     @classmethod
-    def make(cls, example: ModuleType, model: Any, batch: int, context: int, steps: int) -> Decoding:
-        cache = jax.eval_shape(lambda: example.Cache.empty(model.config, batch, context + steps))
-        logits = jax.ShapeDtypeStruct((batch, model.config.vocab_size), jnp.float32)
-        return cls(batch, context, steps, example.decode.lower(_like(model), logits, cache, steps=steps))
+    def make(
+        cls, example: ModuleType, model: Any, batch: int, context: int, steps: int, *, mesh: Mesh | None = None
+    ) -> Decoding:
+        """model: of shapes and shardings."""
+        cache = _cache_like(example, model.config, batch, context + steps, mesh)
+        shape = (batch, model.config.vocab_size)
+        logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=_sharding(mesh, batch))
+        return cls(batch, context, steps, mesh, example.decode.lower(model, logits, cache, steps=steps))
 
     def compile(self) -> None:
-        self.compiled = self.lowered.compile()
+        self.compiled, self.lowered = self.lowered.compile(), None
 
     def seconds(self, example: ModuleType, model: Any, repeats: int) -> float:
         """Of one step."""
-        cache = filled_cache(example, model, self.batch, self.context, self.context + self.steps)
+        size = self.context + self.steps
+        cache = filled_cache(example, model.config, self.batch, self.context, size, mesh=self.mesh)
         logits = jax.random.normal(jax.random.key(self.batch), (self.batch, model.config.vocab_size))
+        logits = jax.device_put(logits, _sharding(self.mesh, self.batch))
         return _seconds(lambda: self.compiled(model, logits, cache), repeats) / self.steps
 
 
 @dataclasses.dataclass
 class Prefill:
-    """Reading prompts of length / 2 to `length` tokens, padded to `length`."""
+    """Reading prompts of length / 2 to `length` tokens, padded to `length`; with activations in `quant`, if given."""
 
     batch: int
     length: int
+    quant: QuantConfig | None
+    mesh: Mesh | None
     lowered: Any
     compiled: Any = None
 
     @classmethod
-    def make(cls, example: ModuleType, model: Any, batch: int, length: int) -> Prefill:
-        ids, valid = (jax.ShapeDtypeStruct((batch, length), t) for t in (jnp.int32, jnp.bool_))
-        return cls(batch, length, example.prefill.lower(_like(model), ids, valid, size=length, side="right"))
+    def make(
+        cls,
+        example: ModuleType,
+        model: Any,
+        batch: int,
+        length: int,
+        *,
+        quant: QuantConfig | None = None,
+        mesh: Mesh | None = None,
+    ) -> Prefill:
+        """model: of shapes and shardings."""
+        model = model if quant is None else example.with_quant(model, quant)
+        where = _sharding(mesh, batch)
+        ids, valid = (jax.ShapeDtypeStruct((batch, length), t, sharding=where) for t in (jnp.int32, jnp.bool_))
+        lowered = example.prefill.lower(model, ids, valid, size=length, side="right")
+        return cls(batch, length, quant, mesh, lowered)
 
     def compile(self) -> None:
-        self.compiled = self.lowered.compile()
+        self.compiled, self.lowered = self.lowered.compile(), None
 
-    def run(self, model: Any, repeats: int) -> tuple[float, int]:
+    def run(self, example: ModuleType, model: Any, repeats: int) -> tuple[float, int]:
         """Seconds, and tokens that were no padding."""
+        model = model if self.quant is None else example.with_quant(model, self.quant)
         ids = jax.random.randint(jax.random.key(0), (self.batch, self.length), 0, model.config.vocab_size, jnp.int32)
         lengths = np.linspace(self.length, self.length // 2, self.batch, dtype=np.int32)
         valid = jnp.asarray(np.arange(self.length)[None, :] < lengths[:, None])
+        ids, valid = jax.device_put((ids, valid), _sharding(self.mesh, self.batch))
         return _seconds(lambda: self.compiled(model, ids, valid), repeats), int(lengths.sum())
 
 
-def cache_error(example: ModuleType, model: Any, length: int = 24) -> float:
-    """Relative difference between the logits of a last token read with the cache, and of everything read at once."""
-    ids = jax.random.randint(jax.random.key(1), (2, length), 0, model.config.vocab_size, jnp.int32)
-    real = jnp.ones(ids.shape, bool)
-    read = functools.partial(example.prefill, model, ids, size=length + 1, side="right")
-    whole, _ = read(real)
-    _, cache = read(real.at[:, -1].set(False))  # its slot is filled, and not seen
+@dataclasses.dataclass
+class Compared:
+    """Logits of a last token read with the cache against those of everything read at once."""
 
-    @jax.jit
-    def last(model, ids, cache):
-        return model.logits(model.hidden(ids, cache=cache)[0][:, 0])
+    length: int
+    whole: Any
+    last: Any
 
-    return relative_error(last(model, ids[:, -1:], cache), whole)
+    @classmethod
+    def make(cls, example: ModuleType, model: Any, batch: int = 2, length: int = 24) -> Compared:
+        ids, valid = (jax.ShapeDtypeStruct((batch, length), t) for t in (jnp.int32, jnp.bool_))
+        cache = _cache_like(example, model.config, batch, length + 1, None)
+
+        @jax.jit
+        def last(model, ids, cache):
+            return model.logits(model.hidden(ids, cache=cache)[0][:, 0])
+
+        whole = example.prefill.lower(model, ids, valid, size=length + 1, side="right")
+        token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
+        return cls(length, whole, last.lower(model, token, cache))
+
+    def compile(self) -> None:
+        self.whole, self.last = self.whole.compile(), self.last.compile()
+
+    def error(self, model: Any, batch: int = 2) -> float:
+        ids = jax.random.randint(jax.random.key(1), (batch, self.length), 0, model.config.vocab_size, jnp.int32)
+        real = jnp.ones(ids.shape, bool)
+        whole, _ = self.whole(model, ids, real)
+        _, cache = self.whole(model, ids, real.at[:, -1].set(False))  # its slot is filled, and not seen
+        return relative_error(self.last(model, ids[:, -1:], cache), whole)
 
 
-def measure(
+@dataclasses.dataclass
+class Format:
+    """All that is measured with the experts in one format."""
+
+    name: str
+    config: Any
+    prefills: list[Prefill]
+    decodes: list[Decoding]
+    compared: Compared | None
+
+    @property
+    def programs(self) -> list[Any]:
+        return [*self.prefills, *self.decodes, *([self.compared] if self.compared else [])]
+
+
+def formats(
     example: ModuleType,
-    model: Any,
-    name: str,
-    limits: Ceilings,
+    hf: dict[str, Any],
     *,
     decoding: tuple[tuple[int, int], ...],
     steps: int,
     prompts: tuple[int, int],
-    error: float | None,
+    mesh: Mesh | None = None,
+) -> Iterator[Format]:
+    """Every format with its programs lowered: prefill of `prompts` (B, S), decoding with each (B, context)."""
+    for i, (name, weights, quant) in enumerate(WEIGHTS):
+        config = example.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
+        shapes = jax.eval_shape(lambda c=config: example.random_model(c, key=jax.random.key(0), mesh=mesh))
+        model = _like(shapes, None if mesh is None else functools.partial(_of_weights, mesh))
+        prefills = [
+            Prefill.make(example, model, *prompts, quant=q, mesh=mesh) for q in ([None, quant] if quant else [None])
+        ]
+        decodes = [Decoding.make(example, model, b, context, steps, mesh=mesh) for b, context in decoding]
+        compared = Compared.make(example, model) if i == 0 and mesh is None else None  # the cache is the same for all
+        yield Format(name, config, prefills, decodes, compared)
+
+
+def _of_weights(mesh: Mesh, path: Any, leaf: Any) -> jax.sharding.Sharding:
+    """Experts are spread over the devices, everything else is on each: as `random_model` makes them."""
+    expert = re.search(r"\b(gate_up|down)\b", jax.tree_util.keystr(path)) and leaf.ndim > 0
+    return jax.NamedSharding(mesh, jax.P("ep") if expert else jax.P())
+
+
+def measure(
+    example: ModuleType,
+    fmt: Format,
+    limits: Ceilings,
+    *,
+    mesh: Mesh | None = None,
+    error: float | None = None,
     smoke: bool = False,
 ) -> Iterator[Record]:
-    """Prefill of `prompts` (B, S), and decoding with each (B, context)."""
-    repeats = 1 if smoke else 2
+    """Times what `fmt.programs` are, compiled before. error: for every record, unless `fmt` measures one."""
+    repeats, ranks = 1 if smoke else 2, 1 if mesh is None else mesh.size
     meaningful = not smoke and jax.default_backend() == "gpu"
-    shape = {"layers": model.config.num_layers, "weights": name, "R": 1}
-    prefill = Prefill.make(example, model, *prompts)
-    decodes = [Decoding.make(example, model, b, context, steps) for b, context in decoding]
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # nothing is timed meanwhile
-        list(pool.map(lambda case: case.compile(), [prefill, *decodes]))
+    model = example.random_model(fmt.config, key=jax.random.key(0), mesh=mesh)
+    error = fmt.compared.error(model) if fmt.compared else error
+    shape = {"layers": fmt.config.num_layers, "weights": fmt.name, "R": ranks}
+    suffix = "" if ranks == 1 else f", R={ranks}"
 
-    def record(what, case, tokens, seconds, ceiling_seconds, ceiling_name, **parameters):
+    def record(what, name, case, tokens, seconds, ceiling_seconds, ceiling_name, **parameters):
         return Record(
-            name=f"{what}, {name} weights",
-            case=case,
+            name=f"{what}, {name}",
+            case=case + suffix,
             value=tokens / seconds,
             unit="tokens/s",
             seconds=seconds,
@@ -212,38 +332,50 @@ def measure(
             parameters={"what": what, **shape, **parameters},
         )
 
-    seconds, tokens = prefill.run(model, repeats)
-    batch, length = prompts
-    least = prefill_flops(model.config, batch, length) * tokens / (batch * length) / limits.flops["bfloat16"]
-    case = f"{batch} prompts of {length // 2} to {length}"
-    yield record("prefill", case, tokens, seconds, least, "dense matmul", B=batch)
-    for d in decodes:
+    for d in fmt.decodes:
         seconds = d.seconds(example, model, repeats)
-        nbytes = step_bytes(model, d.batch, d.context)
-        case = f"batch {d.batch}, context {d.context}"
-        yield record("decode", case, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes)
+        nbytes = step_bytes(model, d.batch, d.context, ranks=ranks)
+        case, name = f"batch {d.batch}, context {d.context}", f"{fmt.name} weights"
+        yield record(
+            "decode", name, case, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes
+        )
+    for p in fmt.prefills:
+        seconds, tokens = p.run(example, model, repeats)
+        flops = prefill_flops(fmt.config, p.batch, p.length) * tokens / (p.batch * p.length)
+        rate = limits.flops["bfloat16"] * ranks
+        case = f"{p.batch} prompts of {p.length // 2} to {p.length}"
+        name = f"{fmt.name} weights" + ("" if p.quant is None else " and activations")
+        yield record("prefill", name, case, tokens, seconds, flops / rate, "dense BF16 matmul", B=p.batch)
 
 
 def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
-    """Every weight format on one device."""
+    """Every format, on one device or spread over all that there are."""
     progress = progress or NoProgress()
-    progress.start(len(WEIGHTS) + 1)
+    progress.start(len(WEIGHTS) + 2)
     module, hf = example()
     hf = hf | TINY if smoke else hf
+    mesh = None
+    if len(jax.devices()) > 1:
+        mesh = jax.make_mesh((len(jax.devices()),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    decoding, steps, (prompts, length) = (
+        (((1, 8), (4, 8)), 4, (2, 16)) if smoke else (DECODING, STEPS, (PROMPTS, PROMPT))
+    )
+    prompts *= 1 if mesh is None else mesh.size
+    progress.step("lowering and compiling")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made, jobs = [], []
+        for fmt in formats(module, hf, decoding=decoding, steps=steps, prompts=(prompts, length), mesh=mesh):
+            made.append(fmt)
+            jobs += [pool.submit(p.compile) for p in fmt.programs]
+        for job in jobs:
+            job.result()
     progress.step("ceilings")
     limits = ceilings(smoke)
-    records, error = [], None
-    for name, weights in WEIGHTS:
-        progress.step(f"{name} weights")
-        config = module.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
-        model = module.random_model(config, key=jax.random.key(0))
-        error = cache_error(module, model) if error is None else error  # the cache is the same for all
-        decoding, steps, prompts = (((1, 8), (4, 8)), 4, (2, 16)) if smoke else (DECODING, STEPS, (PROMPTS, PROMPT))
-        figures = measure(
-            module, model, name, limits, decoding=decoding, steps=steps, prompts=prompts, error=error, smoke=smoke
-        )
-        for record in figures:
+    records: list[Record] = []
+    for fmt in made:
+        progress.step(f"{fmt.name} weights")
+        error = records[0].error if records else None
+        for record in measure(module, fmt, limits, mesh=mesh, error=error, smoke=smoke):
             records.append(record)
             progress.record(record)
-        del model
     return records
