@@ -134,7 +134,11 @@ def push_apart(
         return None
     assert isinstance(exchange.axis_name, str)
     (data, rest), counts = mosaic_push.push_apart(
-        (x, from_bytes(tail, jnp.int32)), plan.slot, plan.counts, axis_name=exchange.axis_name, capacity=exchange.capacity
+        (x, from_bytes(tail, jnp.int32)),
+        plan.slot,
+        plan.counts,
+        axis_name=exchange.axis_name,
+        capacity=exchange.capacity,
     )
     return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1] // 4), counts
 
