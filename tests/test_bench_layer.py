@@ -66,15 +66,29 @@ def test_touched_experts_are_those_of_random_routing(rng):
 def test_generation_reads_what_it_must_and_its_cache_changes_nothing(monkeypatch):
     monkeypatch.setattr(model, "WEIGHTS", model.WEIGHTS[:1])
     with jax.numpy_dtype_promotion("standard"):  # Flax's norms rely on promotion
-        records = model.run(True, NoProgress())
-    assert [r.parameters["what"] for r in records] == ["prefill", "decode", "decode"]
+        records = model.run(True, NoProgress(), devices=jax.devices()[:1])
+    assert [r.parameters["what"] for r in records] == ["decode", "decode", "prefill"]
     assert all(r.error < 0.02 and not r.meaningful for r in records)
     c = model.TINY
     d, h, kv, f = c["hidden_size"], 4 * 32, 2 * 32, c["moe_intermediate_size"]
     attention = d * (h + 2 * kv) + h * d + 2 * 32 + 2 * d
     layers = c["num_hidden_layers"] * (attention + d * 8 + 2 * 3 * d * f)  # one token goes to 2 of 8 experts
     cache = 2 * c["num_hidden_layers"] * 8 * kv
-    assert records[1].parameters["bytes"] == 2 * (layers + d + d * c["vocab_size"] + cache)
+    assert records[0].parameters["bytes"] == 2 * (layers + d + d * c["vocab_size"] + cache)
+
+
+def test_generation_over_two_devices_reads_half_of_the_experts_on_each(monkeypatch):
+    monkeypatch.setattr(model, "WEIGHTS", model.WEIGHTS[1:2])
+    with jax.numpy_dtype_promotion("standard"):
+        records = model.run(True, NoProgress(), devices=jax.devices()[:2])
+    names = [r.name for r in records]
+    assert names[2:] == ["prefill, FP8-128 weights", "prefill, FP8-128 weights and activations"]
+    assert all(r.case.endswith(", R=2") and r.parameters["R"] == 2 and r.value for r in records)
+    one, four = (r.parameters["bytes"] for r in records[:2])
+    c = model.TINY
+    expert = 3 * c["hidden_size"] * c["moe_intermediate_size"]  # bytes; and a few scales
+    more = layer_case.touched_experts(8, 2, 4) - layer_case.touched_experts(8, 2, 1)
+    assert 1 < (four - one) / (c["num_hidden_layers"] * more / 2 * expert) < 1.2  # the caches make the difference
 
 
 def test_kernels_are_matched_with_the_scopes_of_their_operations():

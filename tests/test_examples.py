@@ -1,6 +1,7 @@
 """The example programs: the model against golden logits, generation, evaluation, and the programs themselves."""
 
 import functools
+import json
 import os
 import pathlib
 import subprocess
@@ -17,6 +18,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import custom_layer  # noqa: E402
 import evaluate  # noqa: E402
+import one_token  # noqa: E402
 import qwen3_moe  # noqa: E402
 import text  # noqa: E402
 from flax import nnx  # noqa: E402
@@ -95,6 +97,43 @@ def test_a_sequence_stops_at_its_end_token_and_the_loop_after_the_last_one():
         np.testing.assert_array_equal(tokens[:stop], unstopped[:stop])
         assert (tokens[stop:] == end).all()
     assert steps == (12 if any(end not in row for row in free) else max(list(row).index(end) for row in free) + 1)
+
+
+@pytest.fixture
+def promotion():
+    """Flax's norms of bfloat16 rely on promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_a_step_of_one_sequence_is_the_models(promotion):
+    """The step in few kernels, here by their plain forms, against the model's own: logits, and what it caches."""
+    hf = json.loads((GOLDEN / "config.json").read_text()) | {"hidden_size": 256, "tie_word_embeddings": False}
+    config = qwen3_moe.Config.from_hf(hf | {"head_dim": 128, "vocab_size": 300}, dtype="bfloat16")
+    model = qwen3_moe.random_model(config, key=jax.random.key(0))
+    ids = jax.random.randint(jax.random.key(1), (1, 12), 0, 300)
+    real = jnp.ones(ids.shape, bool).at[0, :3].set(False)
+    _, cache = qwen3_moe.prefill(model, ids, real, size=14)
+    token, valid = ids[:, :1], jnp.ones((1, 1), bool)
+    logits, written = jax.jit(one_token.read)(model, token, valid, cache)
+    hidden, expected, _ = jax.jit(lambda m, c: m.hidden(token, valid=valid, cache=c))(model, cache)
+    assert relative_error(logits, np.asarray(model.logits(hidden[:, 0]))) < 0.03
+    assert int(written.used) == int(expected.used) == 13
+    np.testing.assert_array_equal(written.valid, expected.valid)
+    for a, b in zip(jax.tree.leaves(written.kv), jax.tree.leaves(expected.kv), strict=True):
+        assert relative_error(a.astype(jnp.float32), np.asarray(b, np.float32)) < 0.02
+    assert one_token.why_not(model, 1) and "one sequence" in one_token.why_not(model, 2)
+
+
+def test_formats_of_activations_can_be_exchanged():
+    hf = json.loads((GOLDEN / "config.json").read_text())
+    plain = qwen3_moe.random_model(qwen3_moe.Config.from_hf(hf, dtype="float32"), key=jax.random.key(0))
+    other = qwen3_moe.with_quant(plain, QuantConfig(activations="mxfp8"))
+    assert other.layers[0].mlp.gate_up[...] is plain.layers[0].mlp.gate_up[...]
+    ids = jnp.arange(6)[None]
+    a, b = (jax.jit(lambda m: m(ids))(m) for m in (plain, other))
+    assert 1e-3 < relative_error(b, np.asarray(a)) < 0.2
+    assert plain.config.moe.quant.activations is None
 
 
 def test_configurations_that_the_model_does_not_have_are_refused():

@@ -23,7 +23,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -348,15 +348,15 @@ def measure(
         yield record("prefill", name, case, tokens, seconds, flops / rate, "dense BF16 matmul", B=p.batch)
 
 
-def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
-    """Every format, on one device or spread over all that there are."""
+def run(smoke: bool, progress: Progress | None = None, *, devices: Sequence[Any] | None = None) -> list[Record]:
+    """Every format, on one device or spread over all that there are (or over `devices`)."""
     progress = progress or NoProgress()
     progress.start(len(WEIGHTS) + 2)
     module, hf = example()
     hf = hf | TINY if smoke else hf
-    mesh = None
-    if len(jax.devices()) > 1:
-        mesh = jax.make_mesh((len(jax.devices()),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh, devices = None, jax.devices() if devices is None else devices
+    if len(devices) > 1:
+        mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     decoding, steps, (prompts, length) = (
         (((1, 8), (4, 8)), 4, (2, 16)) if smoke else (DECODING, STEPS, (PROMPTS, PROMPT))
     )
