@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jmoe.config import MoEConfig, QuantConfig
-from jmoe.experts import EXPERTS, ExpertWeights, apply_batched_experts, apply_experts, gated_activation, inputs
+from jmoe.experts import EXPERTS, ExpertWeights, apply_batched_experts, apply_experts, gated_activation, grouped, inputs
+from pallas_kernels.grouped_matmul import Problem, mosaic_entry
 from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
 
 D, F, E, K, N = 256, 128, 4, 2, 64
@@ -182,6 +183,42 @@ def test_a_quantised_wire_of_an_unquantised_layer_is_dequantised_as_it_is_read(r
     q = quantize_jit(x, fmt="mxfp8")
     a = apply(q, ids, weights, params, make_config())
     np.testing.assert_allclose(a, apply(dequantize_jit(q, jnp.float32), ids, weights, params, make_config()), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "x, w, rows, wanted",
+    [
+        ("bfloat16", "bfloat16", 4096, None),
+        ("mxfp8", "bfloat16", 4096, "bfloat16"),
+        ("nvfp4_token", "nvfp4", 4096, "bfloat16"),
+        ("fp8_128", "fp8_128x128", 4096, None),
+        ("fp8_128", "fp8_128x128", 64, "bfloat16"),  # few rows for each expert: another kernel
+    ],
+)
+def test_the_kernels_say_in_which_dtype_they_want_quantised_rows(x, w, rows, wanted):
+    problem = Problem("forward", rows, 256, 512, 8, x, w, "bfloat16", "gpu", "9.0")
+    assert mosaic_entry.dequantises(problem) == wanted
+
+
+@pytest.mark.parametrize("where", ["wire", "experts"])
+def test_rows_that_are_dequantised_on_their_way_give_the_same_output_and_gradient(rng, monkeypatch, where):
+    params, (x, ids, weights) = make_params(rng), make_rows(rng, low=-1)
+    config = make_config(dict(activations="mxfp8") if where == "experts" else None)
+    q = quantize_jit(x, fmt="mxfp8")
+
+    def run(x, weights, params):
+        if where == "experts":
+            return apply_experts(x, ids, weights, params, config, quantize_input=True)
+        return apply_experts(q, ids, weights, params, config, straight_through=x)
+
+    def both():
+        loss = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(run(*a))), (0, 1, 2))
+        return jax.tree.leaves(jax.jit(loss)(x, weights, params))
+
+    expected = both()
+    monkeypatch.setattr(grouped, "input_dtype", lambda *_, **__: "float32")
+    for a, b in zip(both(), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_padded_columns_of_the_wire_do_not_reach_the_output_F17(rng):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.permute import combine_rows, gather_rows, merge_duplicates, sort_by_expert
+from pallas_kernels.permute import combine_rows, gather_dequantized, gather_rows, merge_duplicates, sort_by_expert
 from pallas_kernels.quantize import dequantize, quantize
 
 quantize = jax.jit(quantize, static_argnums=1)
@@ -115,6 +115,20 @@ def test_moving_quantised_rows_equals_quantising_moved_rows_bit_for_bit(rng):
         for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(after), strict=True):
             np.testing.assert_array_equal(np.asarray(a)[valid], np.asarray(b)[valid])
         assert not np.any(jax.jit(dequantize)(moved)[~valid])
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4_token", "nvfp4", "fp8_128"])
+def test_dequantising_rows_on_their_way_is_moving_them_and_dequantising_them(rng, fmt):
+    x = jnp.asarray(rng.standard_normal((20, 128)), jnp.bfloat16)
+    order = sort(jnp.asarray(rng.integers(-1, 4, (20, 2)), jnp.int32), 4)
+    q, used = quantize(x, fmt), order.source >= 0
+    moved = gather_dequantized(q, order.source, order.position)
+    expected = dequantize(gather_rows(q, order.source, order.position))
+    np.testing.assert_array_equal(moved[used], expected[used])
+    taken = lambda x: gather_dequantized(q, order.source, order.position, straight_through=x)  # noqa: E731
+    plain = lambda x: gather_rows(x, order.source, order.position)  # noqa: E731
+    dy = jnp.asarray(rng.standard_normal(expected.shape), jnp.bfloat16)
+    np.testing.assert_array_equal(jax.vjp(taken, x)[1](dy)[0], jax.vjp(plain, x)[1](dy)[0])
 
 
 def test_quantised_rows_that_share_scales_cannot_be_moved(rng):

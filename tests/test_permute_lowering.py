@@ -12,8 +12,9 @@ from jmoe.config import MoEConfig
 from jmoe.layer import build_moe, moe
 from jmoe.params import init_params
 from pallas_kernels.grouped_matmul.schedule import tile_schedule
-from pallas_kernels.permute import combine_rows, gather_rows, sort_by_expert
+from pallas_kernels.permute import combine_rows, gather_dequantized, gather_rows, rank_slots, sort_by_expert
 from pallas_kernels.permute.thread import CONFIRMED, pick
+from pallas_kernels.quantize import quantize
 from pallas_kernels.route import Rule, choose_experts
 
 pytestmark = pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
@@ -39,6 +40,12 @@ X, IDS, W = ((64, 256), jnp.bfloat16), ((64, 8), jnp.int32), ((64, 8), jnp.float
         (lambda ids: sort_by_expert(ids, 128, **KERNEL), [((8192, 8), jnp.int32)], 2),
         (lambda x, s, p: gather_rows(x, s, p, **KERNEL), [X, ((512,), jnp.int32), IDS], 1),
         (lambda x, s, p: gather_rows(x, s, p, fill=False, **KERNEL), [X, ((512,), jnp.int32), IDS], 1),
+        (
+            lambda x, s, p: gather_dequantized(quantize(x, "mxfp8", implementation="reference"), s, p, **KERNEL),
+            [X, ((512,), jnp.int32), IDS],
+            1,
+        ),
+        (lambda ids: rank_slots(ids, num_ranks=4, num_local=32, capacity=64, **KERNEL), [IDS], 1),
         (lambda y, p, w: combine_rows(y, p, w, **KERNEL), [((512, 256), jnp.bfloat16), IDS, W], 1),
         (lambda x: choose_experts(x, None, Rule(8), **KERNEL), [((64, 128), jnp.float32)], 1),
         (lambda s: tile_schedule(s, num_rows=512, block=64, **KERNEL), [((128,), jnp.int32)], 1),
@@ -53,6 +60,14 @@ def test_the_gradient_of_the_gather_is_the_combine_kernel():
         return gather_rows(x, s, p, fill=False, **KERNEL).astype(jnp.float32).sum()
 
     assert count(lowered(jax.grad(loss), X, ((512,), jnp.int32), IDS)) == 1  # the forward gather is not needed
+
+
+def test_the_gradient_of_quantised_rows_is_the_combine_kernel_too():
+    def loss(x, s, p):
+        q = quantize(x, "mxfp8", implementation="reference")
+        return gather_dequantized(q, s, p, straight_through=x, **KERNEL).astype(jnp.float32).sum()
+
+    assert count(lowered(jax.grad(loss), X, ((512,), jnp.int32), IDS)) == 1
 
 
 def test_a_mapped_axis_falls_back_to_xla():

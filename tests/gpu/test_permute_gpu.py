@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped_matmul.schedule import tile_schedule
-from pallas_kernels.permute import combine_rows, gather_rows, sort_by_expert
+from pallas_kernels.permute import combine_rows, gather_dequantized, gather_rows, rank_slots, sort_by_expert
+from pallas_kernels.quantize import quantize
 from pallas_kernels.route import Rule, choose_experts
 
 pytestmark = pytest.mark.gpu
@@ -49,6 +50,22 @@ def test_gather_of_what_is_read(rng, n, columns, dtype):
     order = sort_by_expert(jnp.asarray(rng.integers(-1, 64, (n, 8)), jnp.int32), 64)
     kernel, xla = both(gather_rows, x, order.source, order.position, fill=False)
     np.testing.assert_array_equal(kernel[order.source >= 0], xla[order.source >= 0])
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token"])
+@pytest.mark.parametrize("n,columns", [(1, 2048), (8192, 2048), (513, 7168)])
+def test_gather_of_quantised_rows(rng, n, columns, fmt):
+    q = jax.jit(functools.partial(quantize, fmt=fmt))(jnp.asarray(rng.standard_normal((n, columns)), jnp.bfloat16))
+    order = sort_by_expert(jnp.asarray(rng.integers(-1, 64, (n, 8)), jnp.int32), 64)
+    kernel, xla = both(gather_dequantized, q, order.source, order.position)
+    np.testing.assert_array_equal(kernel[order.source >= 0], xla[order.source >= 0])
+
+
+@pytest.mark.parametrize("tokens,ranks,local", [(1, 2, 64), (64, 8, 16), (1000, 4, 8), (8192, 2, 64)])
+def test_slots(rng, tokens, ranks, local):
+    ids = jnp.asarray(rng.integers(-1, ranks * local + 1, (tokens, 8)), jnp.int32)
+    for capacity in (tokens, tokens // 2):
+        assert_equal(both(rank_slots, ids, num_ranks=ranks, num_local=local, capacity=capacity))
 
 
 @pytest.mark.parametrize(
