@@ -1,10 +1,11 @@
 """Makes what is measured or computed in the documentation: tables and picture of the README, and two pages of docs/.
 
 Sources: docs/figures/*.json, each written by `python -m jmoe bench NAME --json docs/figures/NAME.json` on GPUs (`-` in
-NAME becomes `_`), and jmoe's own rules (`jmoe.support`). Text between `<!-- made: NAME -->` and `<!-- end: NAME -->` is
-replaced; the rest of a file is left alone.
+NAME becomes `_`; `NAME_2gpus.json` adds what another machine showed), docs/figures/training.json of
+`examples/train.py`, and jmoe's own rules (`jmoe.support`). Text between `<!-- made: NAME -->` and `<!-- end: NAME -->`
+is replaced; the rest of a file is left alone.
 
-    python docs/make.py           writes the texts, and the picture where a figure has changed
+    python docs/make.py           writes the texts, and the pictures whose figures have changed
     python docs/make.py --check   changes nothing; exit status 1, and what is out of step
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import json
 import os
 import re
 import struct
@@ -33,6 +35,7 @@ from jmoe.formats import FORMATS, bits_per_value, dequantize, quantize, sqnr
 ROOT = Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "figures"
 PICTURE = FIGURES / "throughput.png"
+CURVES = FIGURES / "training.png"
 
 # What the README shows: panels of the picture, each of one benchmark, with patterns of names and cases. A pattern shows
 # the first record that fits: every line stands for one figure of one run. docs/figures.md has all of them.
@@ -87,19 +90,23 @@ JMOE, PEERS = "#1b6ca8", ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57",
 MOST = 8  # lines of a benchmark without headlines that fit
 
 
+def files(folder: Path, bench: str) -> list[Path]:
+    """Of a benchmark: the one that has its name, and those of other machines."""
+    name = bench.replace("-", "_")
+    return [*folder.glob(f"{name}.json"), *sorted(folder.glob(f"{name}_*.json"))]
+
+
 def load(folder: Path = FIGURES) -> dict[str, list[Record]]:
     """Benchmark -> records, of the files that there are. ValueError for a file that is not what its name says."""
-    runs = {}
+    runs: dict[str, list[Record]] = {}
     for bench in BENCHES:
-        path = folder / f"{bench.replace('-', '_')}.json"
-        if not path.exists():
-            continue
-        name, records = read_json(path)
-        if name != bench:
-            raise ValueError(f"{path} is of `jmoe bench {name}`; its name says {bench}. Rename it.")
-        if not records or not all(r.meaningful for r in records):
-            raise ValueError(f"{path} has figures that say nothing about speed (a smoke run?); make it on GPUs.")
-        runs[bench] = records
+        for path in files(folder, bench):
+            name, records = read_json(path)
+            if name != bench:
+                raise ValueError(f"{path} is of `jmoe bench {name}`; its name says {bench}. Rename it.")
+            if not records or not all(r.meaningful for r in records):
+                raise ValueError(f"{path} has figures that say nothing about speed (a smoke run?); make it on GPUs.")
+            runs[bench] = runs.get(bench, []) + records
     return runs
 
 
@@ -159,9 +166,11 @@ FIGURE_HEAD = ("what", "shape", "jmoe", "time", "share of the ceiling", "peers",
 
 
 def where(records: Sequence[Record]) -> str:
-    e = records[0].environment
-    torch = f", torch {e['torch']}" if e.get("torch") else ""
-    return f"{e['num_devices']} x {e['device_kind']}, JAX {e['jax']}{torch}, {str(e['time'])[:10]}"
+    machines = []
+    for e in (r.environment for r in records):
+        torch = f", torch {e['torch']}" if e.get("torch") else ""
+        machines.append(f"{e['num_devices']} x {e['device_kind']}, JAX {e['jax']}{torch}, {str(e['time'])[:10]}")
+    return "; ".join(dict.fromkeys(machines))
 
 
 def figures_text(runs: dict[str, list[Record]]) -> str:
@@ -190,6 +199,44 @@ def all_figures_text(runs: dict[str, list[Record]]) -> str:
             table(FIGURE_HEAD, [figure_row(r, records) for r in records]),
         ]
     return "\n\n".join(parts)
+
+
+def training() -> dict | None:
+    """What `examples/train.py` wrote of its last runs."""
+    path = CURVES.with_suffix(".json")
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def training_text(result: dict | None) -> str:
+    """The runs with different dispatches, and their curves."""
+    if result is None:
+        return "No runs are committed yet."
+    rows = []
+    for quant, r in result["figures"].items():
+        losses = [h["train"] for h in result["runs"][quant]]
+        last = sum(losses[-10:]) / len(losses[-10:])
+        share = "" if r["mfu"] is None else f"{100 * r['mfu']:.1f} %"
+        name = "unquantised" if quant == "none" else f"`{quant}`"
+        rows.append([name, f"{r['tokens_per_second']:,.0f}", share, f"{last:.3f}"])
+    head = ("dispatch", "tokens/s", "of the datasheet's BF16 peak", "bits per byte, mean of the last 10 steps")
+    first = next(iter(result["figures"].values()))
+    size = (
+        f"{first['parameters'] / 1e9:.1f} billion parameters on {first['devices']} x {first['device_kind']}, "
+        f"{first['steps']} steps of {first['batch']} x {first['context']} bytes:"
+    )
+    return "\n\n".join([size, table(head, rows), "![training loss by dispatch](figures/training.png)"])
+
+
+def draw_training(path: Path) -> None:
+    """The curves of `training.json`, as `examples/train.py` draws them."""
+    sys.path.append(str(Path(__file__).parent.parent / "examples"))
+    import train  # pyright: ignore[reportMissingImports]
+
+    train.plot(training(), path, Source=training_digest())
+
+
+def training_digest() -> str:
+    return hashlib.sha256(CURVES.with_suffix(".json").read_bytes()).hexdigest()
 
 
 def _name(fmt: str | None) -> str:
@@ -278,6 +325,7 @@ def texts(runs: dict[str, list[Record]]) -> dict[Path, str]:
         "support": support_text(),
         "all support": all_support_text(),
         "formats": formats_text(),
+        "training": training_text(training()),
     }
     out = {}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
@@ -306,8 +354,8 @@ def fill(text: str, made: dict[str, str], path: Path) -> str:
 
 def digest(folder: Path = FIGURES) -> str:
     """Of everything that the picture is made from."""
-    files = sorted(folder.glob("*.json"))
-    return hashlib.sha256(b"".join(f.name.encode() + f.read_bytes() for f in files)).hexdigest()
+    sources = [f for bench in sorted(BENCHES) for f in files(folder, bench)]
+    return hashlib.sha256(b"".join(f.name.encode() + f.read_bytes() for f in sources)).hexdigest()
 
 
 def drawn_from(path: Path) -> str | None:
@@ -357,7 +405,7 @@ def draw(runs: dict[str, list[Record]], path: Path) -> None:
         axes[-1].axis("off")
         for ax, i in zip(axes, column, strict=False):
             bench, title, group = panels(runs)[i]
-            _panel(ax, f"{title}\n{where(runs[bench])}", group, bars[i], colours)
+            _panel(ax, f"{title}\n{where(group)}", group, bars[i], colours)
     handles: list = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (JMOE, *colours.values())]
     handles.append(plt.Line2D([], [], color="black", lw=1.5))
     labels = ["jmoe", *colours, "ceiling"]
@@ -417,6 +465,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stale = [path for path, text in wanted.items() if path.read_text() != text]
     if runs and drawn_from(PICTURE) != digest():
         stale.append(PICTURE)
+    if training() and drawn_from(CURVES) != training_digest():
+        stale.append(CURVES)
     if not runs and PICTURE.exists():
         print(f"{PICTURE.relative_to(ROOT)} is there without any figures; delete it.", file=sys.stderr)
         return 1
@@ -427,6 +477,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         elif path == PICTURE:
             draw(runs, path)
+        elif path == CURVES:
+            draw_training(path)
         else:
             path.write_text(wanted[path])
     if not args.check:

@@ -6,8 +6,10 @@ numbers, so that a traceback points into the page.
 
 import ast
 import contextlib
+import dataclasses
 import importlib.util
 import io
+import json
 import os
 import re
 import shlex
@@ -224,7 +226,8 @@ def elsewhere(tmp_path, monkeypatch):
     figures = tmp_path / "docs" / "figures"
     figures.mkdir(parents=True)
     (tmp_path / "README.md").write_text("before\n<!-- made: figures -->\nold\n<!-- end: figures -->\nafter\n")
-    for name, value in {"ROOT": tmp_path, "FIGURES": figures, "PICTURE": figures / "throughput.png"}.items():
+    pictures = {"PICTURE": figures / "throughput.png", "CURVES": figures / "training.png"}
+    for name, value in {"ROOT": tmp_path, "FIGURES": figures, **pictures}.items():
         monkeypatch.setattr(make, name, value)
     monkeypatch.setattr(make.load, "__defaults__", (figures,))
     monkeypatch.setattr(make.digest, "__defaults__", (figures,))
@@ -253,6 +256,41 @@ def test_the_readme_follows_the_figures_that_there_are(elsewhere, capsys):
     make.main([])
     readme.write_text(readme.read_text().replace("3,800", "9,999"))
     assert make.main(["--check"]) == 1 and "README.md" in capsys.readouterr().err
+
+
+@needs_new_jax
+def test_a_second_machine_adds_to_a_benchmark(elsewhere):
+    figures = elsewhere / "docs" / "figures"
+    common.write_json(figures / "quantize.json", "quantize", records())
+    before = make.digest()
+    other = records()[0]
+    other = dataclasses.replace(other, environment=dict(other.environment, num_devices=8))
+    common.write_json(figures / "quantize_8gpus.json", "quantize", [other])
+    assert [r.environment["num_devices"] for r in make.load()["quantize"]] == [2, 8] and make.digest() != before
+    assert "2 x NVIDIA H200, JAX 0.11.2, 2026-11-30; 8 x NVIDIA H200" in make.where(make.load()["quantize"])
+
+
+@needs_new_jax
+def test_training_curves_follow_their_history(elsewhere, capsys):
+    page, figures = elsewhere / "docs" / "flax.md", elsewhere / "docs" / "figures"
+    page.write_text("<!-- made: training -->\n<!-- end: training -->\n")
+    history = [{"step": i, "bytes": i * 1000, "train": 8.0 / i, "balance": 1.0, "seconds": 0.1 * i} for i in (1, 2, 3)]
+    run = {
+        "parameters": 2_500_000_000,
+        "steps": 3,
+        "batch": 4,
+        "context": 8,
+        "devices": 2,
+        "device_kind": "NVIDIA H200",
+    }
+    run |= {"tokens_per_second": 250_000.0, "mfu": 0.301}
+    result = run | {"history": history, "runs": {"none": history, "mxfp8": history}, "gzip_bits_per_byte": 2.0}
+    result |= {"figures": {"none": run, "mxfp8": run | {"mfu": 0.25}}}
+    (figures / "training.json").write_text(json.dumps(result))
+    assert make.main(["--check"]) == 1 and "training.png is out of step" in capsys.readouterr().err
+    assert make.main([]) == 0 and make.main(["--check"]) == 0
+    assert "| `mxfp8` | 250,000 | 25.0 % | 4.889 |" in page.read_text() and "2.5 billion parameters" in page.read_text()
+    assert make.CURVES.stat().st_size > 10_000
 
 
 @needs_new_jax
