@@ -19,6 +19,8 @@ from jmoe.nn import MoE
 from jmoe.router import route
 from pallas_kernels import decode
 
+AHEAD = False  # whether attention brings the output projection's weights into the L2 cache
+
 
 def why_not(model: Any, batch: int) -> str | None:
     """Why a step of `batch` sequences cannot be done here, or None."""

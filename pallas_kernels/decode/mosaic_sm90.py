@@ -195,7 +195,10 @@ def _half(o: Thread, at: Pointer, where: P) -> F:
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
-    """heads H, groups G; slots N of the cache, in parts of `length`, a multiple of SLOTS."""
+    """heads H, groups G; slots N of the cache, in parts of `length`, a multiple of SLOTS.
+
+    ahead: lines of 128 bytes that further blocks bring into the L2 cache meanwhile.
+    """
 
     heads: int
     groups: int
@@ -203,6 +206,16 @@ class Attend:
     parts: int
     length: int
     eps: float
+    ahead: int = 0
+
+    @property
+    def busy(self) -> int:
+        """Blocks that attend."""
+        return self.groups * self.parts
+
+    @property
+    def blocks(self) -> int:
+        return max(MULTIPROCESSORS, self.busy + 1) if self.ahead else self.busy
 
     @property
     def share(self) -> int:
@@ -274,6 +287,21 @@ def _by_head(o: Thread, sums: list[F]) -> F:
         sums, mask = kept, mask // 2
     masks = [m for m in (8, 4, 2, 1) if m <= mask]
     return _sum(o, sums[0], masks)
+
+
+def attend_and_prefetch(o: Thread, t: Attend, refs: dict[str, Pointer]):
+    """Attention needs few of the blocks that there is room for; the others fetch what the next kernel reads."""
+    attends = o.block() < U(t.busy)
+    o.when(attends, lambda: attend(o, t, refs))
+
+    def fetch():
+        threads = (t.blocks - t.busy) * ATTEND_THREADS
+        first = (o.block() - t.busy) * ATTEND_THREADS + o.thread()
+        for i in range(-(-t.ahead // threads)):
+            line = first + i * threads
+            refs["ahead"].at(line, 128).prefetch(line < U(t.ahead))
+
+    o.when(~attends, fetch)
 
 
 def attend(o: Thread, t: Attend, refs: dict[str, Pointer]):
@@ -502,21 +530,24 @@ def run_merged_linear(parts: jax.Array, weight: jax.Array, w: jax.Array, add: ja
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "splits"))
-def run_attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, *, eps: float, splits: int):
+def run_attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, ahead=None, *, eps: float, splits: int):
     _, groups, slots, size = keys.shape
     heads = qkv.shape[1] // size - 2 * groups
     length = -(-slots // (splits * SLOTS)) * SLOTS
-    task = Attend(heads, groups, slots, splits, length, eps)
+    task = Attend(heads, groups, slots, splits, length, eps, 0 if ahead is None else ahead.nbytes // 128)
     operands = dict(
         qkv=qkv, q_scale=q_scale.astype(qkv.dtype), k_scale=k_scale.astype(qkv.dtype), cos=cos, sin=sin,
         valid=valid.astype(jnp.uint8), slot=slot.reshape(1), keys=keys, values=values,
     )  # fmt: skip
+    program = attend
+    if ahead is not None:
+        operands["ahead"], program = ahead, attend_and_prefetch
     results = {
         "out": jax.ShapeDtypeStruct((splits, heads, size), qkv.dtype),
         "weight": jax.ShapeDtypeStruct((splits, heads, 2), jnp.float32),
     }
     out = _launch(
-        attend, task, operands, results, updated=("keys", "values"), blocks=groups * splits, threads=ATTEND_THREADS,
+        program, task, operands, results, updated=("keys", "values"), blocks=task.blocks, threads=ATTEND_THREADS,
         scratch_words=task.scratch_words, name="attend_token",
     )  # fmt: skip
     return out["out"], out["weight"], out["keys"], out["values"]

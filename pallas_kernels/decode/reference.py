@@ -35,7 +35,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, *, eps, splits):
+def attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, ahead=None, *, eps, splits):
+    del ahead
     _, groups, slots, size = keys.shape
     heads = qkv.shape[1] // size - 2 * groups
     rows = qkv.reshape(-1, size)
