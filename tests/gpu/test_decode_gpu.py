@@ -1,0 +1,90 @@
+"""The kernels of a decode step of one token, against XLA on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import decode
+from pallas_kernels.decode import reference
+
+pytestmark = pytest.mark.gpu
+
+
+def both(function, *args, **options):
+    """The results of the kernel and of XLA."""
+    return [
+        jax.jit(functools.partial(function, implementation=how, **options))(*args) for how in ("mosaic_sm90", "xla")
+    ]
+
+
+def error(actual, expected):
+    a, b = (np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in (actual, expected))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def draw(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("columns,outputs", [(2048, 5120), (2048, 128), (2048, 151936), (7168, 1000), (256, 3)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_norm_and_linear_map(rng, columns, outputs, dtype):
+    x, add, scale = draw(rng, 1, columns), draw(rng, 1, columns), draw(rng, columns)
+    w = draw(rng, outputs, columns)
+    for more in (None, add):
+        kernel, xla = both(decode.normed_linear, x, scale, w, add=more, eps=1e-6, out_dtype=jnp.dtype(dtype))
+        np.testing.assert_array_equal(kernel[1], xla[1])
+        assert error(kernel[2], xla[2]) < 2e-3 and error(kernel[0], xla[0]) < 5e-3
+
+
+@pytest.mark.parametrize(
+    "heads,groups,slots,slot",
+    [(32, 4, 1024, 1000), (32, 4, 1056, 1055), (8, 8, 200, 0), (64, 8, 8192, 5000), (16, 4, 32768, 32767)],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_attention_in_parts_and_their_sum(rng, heads, groups, slots, slot, ahead):
+    size = 128
+    angle = jnp.asarray(rng.standard_normal(size // 2), jnp.float32)
+    w, add = draw(rng, 2048, heads * size), draw(rng, 1, 2048)
+    args = (
+        draw(rng, 1, (heads + 2 * groups) * size),
+        draw(rng, size),
+        draw(rng, size),
+        (jnp.cos(angle), jnp.sin(angle)),
+        (draw(rng, 1, groups, slots, size), draw(rng, 1, groups, slots, size)),
+        jnp.asarray(rng.random((1, slots)) < 0.7).at[0, slot].set(True),
+        jnp.int32(slot),
+    )
+    kernel, xla = both(decode.attend, *args, eps=1e-6, ahead=w if ahead else None)
+    assert error(reference.merge(*kernel[0]), reference.merge(*xla[0])) < 6e-3
+    for mine, theirs in zip(kernel[1], xla[1], strict=True):
+        assert error(mine, theirs) < 1e-4
+    outs = both(decode.merged_linear, xla[0], w, add)
+    assert error(*outs) < 6e-3
+
+
+def test_a_cache_is_updated_in_place_in_a_loop(rng):
+    """200 steps write 200 slots, each step's token depending on what the last one read."""
+    args = [draw(rng, 1, 16 * 128), draw(rng, 128), draw(rng, 128)]
+    angle = jnp.asarray(rng.standard_normal(64), jnp.float32)
+
+    def run(cache, implementation):
+        def step(i, carry):
+            qkv, cache = carry
+            valid = jnp.arange(256)[None] <= i
+            partial, cache = decode.attend(
+                qkv, *args[1:], (jnp.cos(angle), jnp.sin(angle)), cache, valid, jnp.int32(i), eps=1e-6,
+                implementation=implementation,
+            )  # fmt: skip
+            return jnp.tile(reference.merge(*partial), (1, 2)), cache
+
+        return jax.lax.fori_loop(0, 200, step, (args[0], cache))
+
+    empty = tuple(jnp.zeros((1, 4, 256, 128), jnp.bfloat16) for _ in "kv")
+    kernel, xla = (jax.jit(functools.partial(run, implementation=how))(empty) for how in ("mosaic_sm90", "xla"))
+    assert error(kernel[0], xla[0]) < 0.05
+    for mine, theirs in zip(kernel[1], xla[1], strict=True):
+        assert error(mine, theirs) < 0.05 and not np.asarray(mine[:, :, 200:]).any()
