@@ -35,7 +35,7 @@ ACTIVATIONS = (None, *FAMILIES)  # a family's first format stands for it
 WEIGHTS = (None, "fp8_128x128", "mxfp8", "mxfp4", "nvfp4")
 _LAYER = MoEConfig(4096, 2048, 64, 8)  # sizes that no kernel refuses
 _ROWS = 8192  # of a prefill
-ROW_KERNELS = ("route", "sort", "gather", "combine")  # names as in CONFIRMED
+ROW_KERNELS = ("route", "slots", "sort", "gather", "spread", "combine")  # names as in CONFIRMED
 
 
 @dataclasses.dataclass(frozen=True)

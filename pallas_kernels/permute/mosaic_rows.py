@@ -6,6 +6,10 @@ multiple of that), neighbouring pieces by neighbouring threads. Places that hold
 Into expert order: `spread` reads each row once and writes it to its places; `gather` reads it once for each of them,
 in the order of the places, and also fills places that hold nothing. `spread_decoded` is `spread` of quantised rows,
 which it dequantises on the way: once each, instead of once for each place.
+
+On an H200, 16384 rows of 2048 BF16 with four places each of 131072: gather 205 us (154 without filling what holds
+nothing), spread 112; of MXFP8 rows 107, of NVFP4 110, where moving them and dequantising all places took twice as long
+as moving BF16.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jax import lax
 from ..quantize import QTensor, dequantize
 from . import mosaic_rows
 from .sort import scatter_to_places
-from .thread import CONFIRMED, environment_obstacle, pick
+from .thread import environment_obstacle, pick
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -39,8 +39,7 @@ def _take_rows(x: jax.Array, source: jax.Array, position: jax.Array, fill: bool,
     def plain(args):
         return _take(args[0], args[1])
 
-    confirmed = implementation is not None or "spread" in CONFIRMED
-    if fill or not confirmed or not 0 < top_k <= mosaic_rows.MAX_K:
+    if fill or not 0 < top_k <= mosaic_rows.MAX_K:
         return pick("gather", implementation, why, lambda a: mosaic_rows.run_gather(*a, fill=fill), plain, (x, source))
 
     def kernel(args):
