@@ -48,7 +48,7 @@ def test_a_peer_that_ends_early_leaves_what_it_measured_and_the_reason(torch_say
     }
     assert (NVSHMEM, 128, 64) in found.seconds and (NVSHMEM, 1, 64) not in found.seconds
     assert found.reasons[NVSHMEM] == reason
-    bench = dispatch.Bench(dispatch.Shape(64, 8, 2), dispatch.Timer(1, 1, 1), meaningful=False)
+    bench = dispatch.Bench(dispatch.Shape(64, 8, 2), dispatch.Timer(1, 1), meaningful=False)
     records = dispatch.torch_records(dispatch.Tokens(bench, 1), found, {"bfloat16": 64, "mxfp8": 32, "fp8_128": 32})
     assert [r.seconds for r in records] == [1e-6, 1e-6, 1e-6, None]
     assert records[-1].value is None and f"not measured: {reason}" in records[-1].case
@@ -61,7 +61,7 @@ def test_without_pytorch_the_records_say_so(monkeypatch):
 
 
 def test_wrong_bytes_of_an_engine_show_in_the_record():
-    bench = dispatch.Bench(dispatch.Shape(64, 8 * jax.device_count(), 2), dispatch.Timer(1, 1, 1), meaningful=False)
+    bench = dispatch.Bench(dispatch.Shape(64, 8 * jax.device_count(), 2), dispatch.Timer(1, 1), meaningful=False)
     backend = get_backend("nvlink_one_sided")
 
     def push(rows, plan, exchange):  # every row's first byte is wrong

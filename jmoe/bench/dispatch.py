@@ -32,8 +32,7 @@ from pallas_kernels.all_to_all import ragged_all_to_all
 from . import dispatch_peers
 from .common import LINK_GBPS, NoProgress, Progress, Record
 from .plot import lines
-from .programs import AXIS, Chain, Program, Ranks, Timer
-from .timing import CHAIN_SECONDS
+from .programs import AXIS, CHAIN_SECONDS, Chain, Program, Ranks, Timer
 
 DECODE_TOKENS = 256  # the batched form is for decoding
 TOKENS = (8192, 128, 1, 1024, 32768)  # the most telling first: a run may be cut short
@@ -100,7 +99,7 @@ class Tokens:
 
     def calls(self, rows: float, row_bytes: int) -> int:
         """Of a chain that moves so many rows over a link in each call."""
-        return self.bench.timer.calls or int(min(200, max(4, CHAIN_SECONDS / (15e-6 + rows * row_bytes / 300e9))))
+        return self.bench.timer.calls or int(min(1000, max(4, CHAIN_SECONDS / (15e-6 + rows * row_bytes / 300e9))))
 
     def peer(self, row_bytes: int) -> Chain:
         """NCCL's dense exchange of the same rows: T rows of `row_bytes` to every rank."""
@@ -366,7 +365,7 @@ def run(smoke: bool, progress: Progress | None = None, tokens: tuple[int, ...] =
     progress = progress or NoProgress()
     if smoke:
         ranks = min(8, len(jax.devices()))
-        bench = Bench(Shape(256, 4 * ranks, 2), Timer(1, 1, 1), meaningful=False)
+        bench = Bench(Shape(256, 4 * ranks, 2), Timer(1, 1), meaningful=False)
         tokens, wires, backends, slices = (8,), ("bfloat16", "mxfp8"), SMOKE_BACKENDS, (1, 4)
     else:
         bench = Bench(Shape(), Timer(), meaningful=True)
