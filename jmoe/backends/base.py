@@ -45,7 +45,7 @@ class Engine:
     reduce_as(y, weights, plan, exchange, out_dtype, wire): `reduce` with a quantised wire.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
     row_unit: bytes to a multiple of which received rows and their parts are rounded up.
-    collects(exchange, form): whether `reduce` needs a buffer for what comes back.
+    collects(exchange, form, row_bytes): whether `reduce` of such rows needs a buffer for what comes back.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Engine:
     words: str = ""
     staged: bool = False
     row_unit: int = 1
-    collects: Callable[[Exchange, str], bool] = lambda exchange, form: False
+    collects: Callable[[Exchange, str, int], bool] = lambda exchange, form, row_bytes: False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Backend(abc.ABC):
         unit = 1 if engine is None else engine.row_unit
         parts = (layout.data_bytes, layout.row_bytes - layout.data_bytes)  # a kernel may deliver them apart
         row = sum(-(-part // unit) * unit for part in parts)
-        in_place = engine is not None and combine_row_bytes is None and not engine.collects(ex, self.form)
+        in_place = engine is not None and combine_row_bytes is None and not engine.collects(ex, self.form, back)
         sizes = {
             "dispatch_send": rows * layout.row_bytes if engine is None else 0,
             "dispatch_receive": rows * row,
