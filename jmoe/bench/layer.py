@@ -36,20 +36,27 @@ SHAPES = {
     "qwen3-30b-a3b": MoEConfig(2048, 768, 128, 8),
     "half deepseek-v3": MoEConfig(7168, 2048, 64, 8),
 }
-TOKENS = (8192, 64, 1, 256, 32768)
-EP_TOKENS = (8192, 64, 2048, 512, 32768)
+TOKENS = {  # of each shape, the most telling first
+    "qwen3-30b-a3b": (8192, 64, 1, 2048, 512, 256, 32768),
+    "half deepseek-v3": (8192, 64, 1),
+}
 SMOKE_SHAPES = {"tiny": MoEConfig(128, 128, 8, 2)}
 SMOKE_TOKENS = (1, 24)
-PROFILED = (1, 64, 8192)  # numbers of tokens whose kernels are counted
 VARIANTS = (
-    Variant("BF16", QuantConfig()),
-    Variant("FP8-128", QuantConfig(activations="fp8_128", weights="fp8_128x128", intermediate="fp8_128")),
-    Variant("NVFP4 weights", QuantConfig(weights="nvfp4")),
-    Variant("MXFP8 weights", QuantConfig(weights="mxfp8")),
+    Variant("BF16", QuantConfig(), (1, 64, 256, 8192, 32768)),
+    Variant(
+        "FP8-128",
+        QuantConfig(activations="fp8_128", weights="fp8_128x128", intermediate="fp8_128"),
+        (64, 8192, 32768),
+    ),
+    Variant("NVFP4 weights", QuantConfig(weights="nvfp4"), (1, 64, 256)),
+    Variant("MXFP8 weights", QuantConfig(weights="mxfp8"), (1, 64)),
 )
-WIRES = tuple(
-    Variant(f"EP, {name} wire", QuantConfig(wire=wire))
-    for name, wire in (("BF16", "bfloat16"), ("MXFP8", "mxfp8"), ("NVFP4", "nvfp4_token"), ("FP8-128", "fp8_128"))
+WIRES = (
+    Variant("EP, BF16 wire", QuantConfig(wire="bfloat16"), (1, 64, 512, 2048, 8192)),
+    Variant("EP, MXFP8 wire", QuantConfig(wire="mxfp8"), (64, 512, 2048, 8192)),
+    Variant("EP, NVFP4 wire", QuantConfig(wire="nvfp4_token"), (64, 512, 2048, 8192)),
+    Variant("EP, FP8-128 wire", QuantConfig(wire="fp8_128"), (8192,)),
 )
 
 
@@ -64,59 +71,61 @@ def _stock(config: MoEConfig, tokens: int, params: MoEParams, smoke: bool) -> fl
     return time_chain(step, [(x, *weights) for x in xs], calls=calls, repeats=repeats).median
 
 
-def _cases(shape: str, config: MoEConfig, limits: Ceilings, smoke: bool, mesh: Mesh | None) -> list[Case]:
+def _cases(shape: str, limits: Ceilings, smoke: bool, mesh: Mesh | None) -> list[Case]:
     """All layers of a shape, in the order in which they are to be timed, lowered."""
-    ones, several = (SMOKE_TOKENS, SMOKE_TOKENS) if smoke else (TOKENS, EP_TOKENS)
-    wanted = [(t, v, None) for t in ones for v in VARIANTS]
-    if mesh is not None:
-        wanted += [(t, v, mesh) for t in several for v in WIRES]
-    order = {t: i for i, t in enumerate(dict.fromkeys((*ones, *several)))}
-    wanted.sort(key=lambda w: order[w[0]])
-    return [Case.make(shape, config, t, v, limits, mesh=m, smoke=smoke) for t, v, m in wanted]
+    config = (SMOKE_SHAPES if smoke else SHAPES)[shape]
+    return [
+        Case.make(shape, config, tokens, variant, limits, mesh=where, smoke=smoke)
+        for tokens in _tokens(shape, smoke)
+        for variants, where in ((VARIANTS, None), (WIRES if mesh is not None else (), mesh))
+        for variant in variants
+        if smoke or tokens in variant.tokens
+    ]
+
+
+def _tokens(shape: str, smoke: bool) -> tuple[int, ...]:
+    return SMOKE_TOKENS if smoke else TOKENS[shape]
 
 
 def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
     """Every shape, number of tokens and format, then the peers of the shape."""
     progress = progress or NoProgress()
-    shapes, tokens = (SMOKE_SHAPES, SMOKE_TOKENS) if smoke else (SHAPES, TOKENS)
+    shapes = SMOKE_SHAPES if smoke else SHAPES
     mesh = Mesh(np.array(jax.devices()), (AXIS,)) if len(jax.devices()) > 1 else None
-    each = len(tokens) * len(VARIANTS) + (len(SMOKE_TOKENS if smoke else EP_TOKENS) * len(WIRES) if mesh else 0)
-    progress.start(len(shapes) * (each + 3))
+    progress.start(3 * len(shapes))
     limits = ceilings(smoke)
     records = []
     for shape, config in shapes.items():
         progress.step(f"{shape}: lowering, and PyTorch")
+        tokens = tuple(t for t in _tokens(shape, smoke) if smoke or t in VARIANTS[0].tokens)
         torch = None if smoke else layer_peers.start_torch(config, tokens)
-        cases = _cases(shape, config, limits, smoke, mesh)
+        cases = _cases(shape, limits, smoke, mesh)
         eager = {} if torch is None else torch()
-        progress.step(f"{shape}: compiling")
+        progress.step(f"{shape}: compiling, and stock JAX")
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(Case.compile, cases))
         exact = random_params(jax.random.key(0), config)
-        progress.step(f"{shape}: stock JAX")
         stock = {t: s for t in tokens if (s := _stock(config, t, exact, smoke)) is not None}
+        progress.step(f"{shape}: {len(cases)} layers")
         held: dict[tuple, MoEParams] = {}
         for case in cases:
-            progress.step(f"{shape}: {case.variant.name}, {case.tokens} tokens")
             key = (case.config.quant.weights, case.ranks)
             if key not in held:
                 held[key] = case.placed(quantised(exact, case.config.quant))
             peers = {n: s[case.tokens] for n, s in (("torch eager", eager), ("stock JAX", stock)) if case.tokens in s}
-            records.append(
-                case.measure(
-                    held[key],
-                    exact,
-                    limits,
-                    smoke=smoke,
-                    kernels=case.tokens in PROFILED,
-                    peers=peers if case.ranks == 1 else None,
-                )
-            )
+            peers = peers if case.ranks == 1 else None
+            records.append(case.measure(held[key], exact, limits, smoke=smoke, peers=peers))
             progress.record(records[-1])
-        for name, times in (("torch eager", eager), ("stock JAX", stock)):
-            records += [record(shape, config, t, name, s, 1, 0.0, smoke=smoke) for t, s in times.items()]
-        records += crossovers([r for r in records if r.parameters["shape"] == shape])
-        del exact, held, cases
+        more = [
+            record(shape, config, t, name, s, 1, 0.0, smoke=smoke)
+            for name, times in (("torch eager", eager), ("stock JAX", stock))
+            for t, s in times.items()
+        ]
+        more += crossovers([r for r in records if r.parameters["shape"] == shape])
+        for r in more:
+            progress.record(r)
+        records += more
+        del exact, held, cases, case
     return records
 
 

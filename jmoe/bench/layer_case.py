@@ -39,10 +39,11 @@ CHAINS = 6  # the first is not counted
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How a layer is quantised."""
+    """How a layer is quantised, and with how many tokens on each rank it is timed."""
 
     name: str
     quant: QuantConfig
+    tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,13 +228,9 @@ class Case:
         limits: Ceilings,
         *,
         smoke: bool = False,
-        kernels: bool = False,
         peers: dict[str, float] | None = None,
     ) -> Record:
-        """params: `placed`, in the variant's format. exact: the BF16 parameters on one device.
-
-        kernels: count them, and add up their times.
-        """
+        """params: `placed`, in the variant's format. exact: the BF16 parameters on one device."""
         xs = tuple(self.inputs())
         sample = jnp.asarray(np.asarray(xs[-1][:SAMPLE]))
         rest, seconds, error = ((None, params),) * SETS, [], 0.0
@@ -250,7 +247,7 @@ class Case:
         if self.ranks > 1:
             decision = self.layer.decision(self.tokens)
             more |= {"backend": decision.backend, "wire": decision.wire}
-        seen = totals(lambda: self.compiled(xs, rest)) if kernels and not smoke else None
+        seen = None if smoke else totals(lambda: self.compiled(xs, rest))
         if seen is not None:
             count, busy, span = seen
             more |= {"kernels": count / self.calls, "busy_us": 1e6 * busy / self.calls}
