@@ -57,6 +57,25 @@ def experts(mlp: MoE, x: jax.Array, logits: jax.Array, valid: jax.Array) -> jax.
     return y
 
 
+@jax.jit
+def run_block(layer: Any, x, y, rotation, pair, seen, slot, valid):
+    """One layer for x + y [1, D] (y None: x) -> what its attention left, what its experts add, keys and values.
+
+    A jitted function of its own, so that equal layers are traced once.
+    """
+    at, eps = layer.self_attn, layer.self_attn.config.norm_eps
+    scale = lambda norm: norm.scale[...].astype(x.dtype)  # noqa: E731
+    qkv, x, _ = decode.normed_linear(x, scale(layer.input_layernorm), at.qkv_proj.weight[...], add=y, eps=eps)
+    out = at.o_proj.weight[...]
+    ahead = out if AHEAD else None
+    norms = scale(at.q_norm), scale(at.k_norm)
+    parts, pair = decode.attend(qkv, *norms, rotation, pair, seen, slot, eps=eps, ahead=ahead)
+    x = decode.merged_linear(parts, out, x)
+    norm, router = scale(layer.post_attention_layernorm), layer.mlp.router[...]
+    logits, _, normed = decode.normed_linear(x, norm, router, eps=eps, out_dtype=jnp.float32)
+    return x, experts(layer.mlp, normed, logits, valid[:, 0]), pair
+
+
 def read(model: Any, ids: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
     """Reads ids [1, 1] after what the cache holds -> float32 logits [1, V], the cache. valid: bool [1, 1]."""
     c, slot = model.config, cache.used
@@ -66,20 +85,9 @@ def read(model: Any, ids: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.
     rotation = jnp.cos(angle), jnp.sin(angle)
     seen = jax.lax.dynamic_update_slice_in_dim(cache.valid, valid, slot, axis=1)
     x, y, kv = model.embed(ids)[0], None, []
-    scale = lambda norm: norm.scale[...].astype(x.dtype)  # noqa: E731
     for layer, pair in zip(model.layers, cache.kv, strict=True):
-        at = layer.self_attn
-        qkv, x, _ = decode.normed_linear(
-            x, scale(layer.input_layernorm), at.qkv_proj.weight[...], add=y, eps=c.norm_eps
-        )
-        parts, pair = decode.attend(qkv, scale(at.q_norm), scale(at.k_norm), rotation, pair, seen, slot, eps=c.norm_eps)
-        x = decode.merged_linear(parts, at.o_proj.weight[...], x)
-        logits, _, normed = decode.normed_linear(
-            x, scale(layer.post_attention_layernorm), layer.mlp.router[...], eps=c.norm_eps, out_dtype=jnp.float32
-        )
-        y = experts(layer.mlp, normed, logits, valid[:, 0])
+        x, y, pair = run_block(layer, x, y, rotation, pair, seen, slot, valid)
         kv.append(pair)
-    logits, _, _ = decode.normed_linear(
-        x, scale(model.norm), model.lm_head.weight[...], add=y, eps=c.norm_eps, out_dtype=jnp.float32
-    )
+    norm, head = model.norm.scale[...].astype(x.dtype), model.lm_head.weight[...]
+    logits, _, _ = decode.normed_linear(x, norm, head, add=y, eps=c.norm_eps, out_dtype=jnp.float32)
     return logits, dataclasses.replace(cache, kv=tuple(kv), valid=seen, used=slot + 1)
