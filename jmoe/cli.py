@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import inspect
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -354,6 +356,7 @@ def _add_bench(commands) -> None:
     p.add_argument("name", metavar="NAME", help="one of the benchmarks below")
     p.add_argument("files", nargs="*", metavar="FILE", help="for compare: the files of two runs")
     p.add_argument("--smoke", action="store_true", help="tiny shapes, seconds on a CPU; speeds are not meaningful")
+    p.add_argument("--only", metavar="REGEX", help="only figures whose name and case fit: 'EP', '^BF16.*T=64$'")
     p.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     p.add_argument("--plot", metavar="FILE", help="write a picture (PNG) to FILE")
     p.add_argument("--tune", action="store_true", help="search for better kernel parameters (grouped-matmul)")
@@ -409,6 +412,7 @@ def _bench(args: argparse.Namespace) -> int:
     module = _bench_module(module_name(args.name))
     if args.tune and not hasattr(module, "tune"):
         raise ValueError(f"bench {args.name} has nothing to tune; --tune goes with grouped-matmul.")
+    how = {} if args.only is None else {"only": _only(args, module)}
     console = Console()
 
     environment = common.environment()
@@ -420,7 +424,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     with _progress(console) as bar:
         watch = _Watch(bar, keep=save)
-        records = module.tune(watch) if args.tune else module.run(args.smoke, watch)
+        records = module.tune(watch) if args.tune else module.run(args.smoke, watch, **how)
     environment = common.environment()
     records = [dataclasses.replace(r, environment=environment) for r in records]
     where = f"{environment['num_devices']} x {environment['device_kind']}, JAX {environment['jax']}"
@@ -435,6 +439,16 @@ def _bench(args: argparse.Namespace) -> int:
             plot.bars(records, args.plot, title=f"jmoe bench {args.name}")
         console.print(f"Wrote {args.plot}.", highlight=False)
     return 0
+
+
+def _only(args: argparse.Namespace, module: Any) -> re.Pattern[str]:
+    if args.tune or "only" not in inspect.signature(module.run).parameters:
+        what = f"bench {args.name}" + (" --tune" if args.tune else "")
+        raise ValueError(f"{what} takes no --only: it measures everything. Leave the option out.")
+    try:
+        return re.compile(args.only)
+    except re.error as e:
+        raise ValueError(f"--only {args.only!r} is not a regular expression: {e}.") from None
 
 
 def _bench_module(name: str) -> Any:

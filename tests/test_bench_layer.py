@@ -1,5 +1,7 @@
 """The benchmarks of the layer and of generation: what they count, and that their smoke runs check correctness."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,11 @@ def test_stock_jax_computes_the_same_layer():
     np.testing.assert_allclose(np.asarray(y, np.float32), layer_case.reference(config, params, x), atol=0.03)
 
 
+def test_only_some_layers_and_peers_can_be_asked_for():
+    records = layer.run(True, NoProgress(), only=re.compile(r"^(BF16|stock JAX) .*T=24$"))
+    assert [(r.name, r.parameters["T"]) for r in records] == [("BF16", 24), ("stock JAX", 24)]
+
+
 def test_the_table_says_from_which_number_of_tokens_a_wire_is_faster():
     def figure(name, tokens, seconds):
         return layer_case.record("tiny", layer.SMOKE_SHAPES["tiny"], tokens, name, seconds, 2, 0.0)
@@ -89,6 +96,15 @@ def test_generation_over_two_devices_reads_half_of_the_experts_on_each(monkeypat
     expert = 3 * c["hidden_size"] * c["moe_intermediate_size"]  # bytes; and a few scales
     more = layer_case.touched_experts(8, 2, 4) - layer_case.touched_experts(8, 2, 1)
     assert 1 < (four - one) / (c["num_hidden_layers"] * more / 2 * expert) < 1.2  # the caches make the difference
+
+
+def test_only_some_steps_of_a_model_can_be_asked_for():
+    with jax.numpy_dtype_promotion("standard"):
+        records = model.run(True, NoProgress(), devices=jax.devices()[:1], only=re.compile("NVFP4.*batch 4"))
+    assert [(r.parameters["what"], r.parameters["weights"], r.parameters["B"]) for r in records] == [
+        ("decode", "NVFP4", 4)
+    ]
+    assert records[0].error < 0.02
 
 
 def test_kernels_are_matched_with_the_scopes_of_their_operations():

@@ -229,6 +229,16 @@ def test_bench_uses_the_modules_own_picture_and_tuning(capsys, tmp_path, toy):
     assert "best tile" in run(capsys, "bench", "quantize", "--tune")[1]
 
 
+def test_bench_only_reaches_a_module_that_can_choose_and_is_refused_by_others(capsys, toy):
+    status, _, err = run(capsys, "bench", "quantize", "--smoke", "--only", "mxfp8")
+    assert status == 2 and "bench quantize takes no --only" in err
+    asked = []
+    toy.run = lambda smoke, progress, *, only=None: asked.append(only) or [Record("mxfp8", "16x64", 1.0, "us")]
+    assert run(capsys, "bench", "quantize", "--only", "^mx.*64$")[0] == 0
+    assert common.wanted(asked[0], "mxfp8", "16x64") and not common.wanted(asked[0], "nvfp4", "16x64")
+    assert "not a regular expression" in run(capsys, "bench", "quantize", "--only", "(")[2]
+
+
 def test_bench_compare(capsys, tmp_path):
     def write(name, value, bench="layer"):
         path = tmp_path / name

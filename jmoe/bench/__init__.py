@@ -4,6 +4,7 @@ A benchmark is a module of this package with
 
 * `run(smoke: bool, progress: Progress) -> list[Record]`; `smoke` means tiny shapes, a few seconds on a CPU, the error
   columns filled and `meaningful=False` on every speed;
+* optionally a keyword `only` of `run`, what `--only` gives: see `common.wanted`;
 * optionally `plot(records, path)`; without it `jmoe.bench.plot.bars` draws the records;
 * optionally `tune(progress) -> list[Record]`, what `--tune` calls.
 """

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import json
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,6 +118,11 @@ class NoProgress:
 
     def record(self, record: Record) -> None:
         pass
+
+
+def wanted(only: re.Pattern[str] | None, name: str, case: str) -> bool:
+    """Whether the record of this name and case is to be measured: `only` is found in them, or is None."""
+    return only is None or only.search(f"{name} {case}") is not None
 
 
 def environment() -> dict[str, Any]:

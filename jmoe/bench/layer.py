@@ -17,7 +17,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -28,8 +29,8 @@ from jmoe.config import MoEConfig, QuantConfig
 from jmoe.params import MoEParams
 
 from . import layer_peers
-from .common import NoProgress, Progress, Record, time_chain
-from .layer_case import AXIS, Case, Ceilings, Variant, ceilings, inputs, quantised, random_params, record
+from .common import NoProgress, Progress, Record, time_chain, wanted
+from .layer_case import AXIS, Case, Ceilings, Variant, case_name, ceilings, inputs, quantised, random_params, record
 from .plot import lines
 
 SHAPES = {
@@ -40,6 +41,7 @@ TOKENS = {  # of each shape, the most telling first
     "qwen3-30b-a3b": (8192, 64, 1, 2048, 512, 256, 32768),
     "half deepseek-v3": (8192, 64, 1),
 }
+PEERS = ("torch eager", "stock JAX")
 SMOKE_SHAPES = {"tiny": MoEConfig(128, 128, 8, 2)}
 SMOKE_TOKENS = (1, 24)
 VARIANTS = (
@@ -71,24 +73,25 @@ def _stock(config: MoEConfig, tokens: int, params: MoEParams, smoke: bool) -> fl
     return time_chain(step, [(x, *weights) for x in xs], calls=calls, repeats=repeats).median
 
 
-def _cases(shape: str, limits: Ceilings, smoke: bool, mesh: Mesh | None) -> list[Case]:
-    """All layers of a shape, in the order in which they are to be timed, lowered."""
+def _cases(
+    shape: str, limits: Ceilings, smoke: bool, mesh: Mesh | None, only: re.Pattern[str] | None
+) -> Iterator[Case]:
+    """The layers of a shape, in the order in which they are to be timed, lowered."""
     config = (SMOKE_SHAPES if smoke else SHAPES)[shape]
-    return [
-        Case.make(shape, config, tokens, variant, limits, mesh=where, smoke=smoke)
-        for tokens in _tokens(shape, smoke)
-        for variants, where in ((VARIANTS, None), (WIRES if mesh is not None else (), mesh))
-        for variant in variants
-        if smoke or tokens in variant.tokens
-    ]
+    for tokens in _tokens(shape, smoke):
+        for variants, where in ((VARIANTS, None), (WIRES if mesh is not None else (), mesh)):
+            case = case_name(shape, tokens, 1 if where is None else where.size)
+            for variant in variants:
+                if (smoke or tokens in variant.tokens) and wanted(only, variant.name, case):
+                    yield Case.make(shape, config, tokens, variant, limits, mesh=where, smoke=smoke)
 
 
 def _tokens(shape: str, smoke: bool) -> tuple[int, ...]:
     return SMOKE_TOKENS if smoke else TOKENS[shape]
 
 
-def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
-    """Every shape, number of tokens and format, then the peers of the shape."""
+def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] | None = None) -> list[Record]:
+    """Every shape, number of tokens and format, then the peers of the shape; those that `wanted(only, ...)` names."""
     progress = progress or NoProgress()
     shapes = SMOKE_SHAPES if smoke else SHAPES
     mesh = Mesh(np.array(jax.devices()), (AXIS,)) if len(jax.devices()) > 1 else None
@@ -96,36 +99,43 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
     limits = ceilings(smoke)
     records = []
     for shape, config in shapes.items():
-        progress.step(f"{shape}: lowering, and PyTorch")
-        tokens = tuple(t for t in _tokens(shape, smoke) if smoke or t in VARIANTS[0].tokens)
-        torch = None if smoke else layer_peers.start_torch(config, tokens)
-        cases = _cases(shape, limits, smoke, mesh)
-        eager = {} if torch is None else torch()
-        progress.step(f"{shape}: compiling, and stock JAX")
+        progress.step(f"{shape}: lowering and compiling, and PyTorch")
+        peer_tokens = [t for t in _tokens(shape, smoke) if smoke or t in VARIANTS[0].tokens]
+        of_torch, of_stock = (
+            tuple(t for t in peer_tokens if wanted(only, name, case_name(shape, t, 1))) for name in PEERS
+        )
+        torch = layer_peers.start_torch(config, of_torch) if of_torch and not smoke else None
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(Case.compile, cases))
+            cases, jobs = [], []
+            for case in _cases(shape, limits, smoke, mesh, only):
+                cases.append(case)
+                jobs += [pool.submit(case.compile)] if torch is None else []
+            eager = {} if torch is None else torch()
+            for job in jobs or [pool.submit(case.compile) for case in cases]:  # not while PyTorch is timed: XLA tunes
+                job.result()
+        progress.step(f"{shape}: stock JAX")
         exact = random_params(jax.random.key(0), config)
-        stock = {t: s for t in tokens if (s := _stock(config, t, exact, smoke)) is not None}
+        stock = {t: s for t in of_stock if (s := _stock(config, t, exact, smoke)) is not None}
+        peers = dict(zip(PEERS, (eager, stock), strict=True))
         progress.step(f"{shape}: {len(cases)} layers")
         held: dict[tuple, MoEParams] = {}
         for case in cases:
             key = (case.config.quant.weights, case.ranks)
             if key not in held:
                 held[key] = case.placed(quantised(exact, case.config.quant))
-            peers = {n: s[case.tokens] for n, s in (("torch eager", eager), ("stock JAX", stock)) if case.tokens in s}
-            peers = peers if case.ranks == 1 else None
-            records.append(case.measure(held[key], exact, limits, smoke=smoke, peers=peers))
+            beside = {n: ts[case.tokens] for n, ts in peers.items() if case.tokens in ts and case.ranks == 1}
+            records.append(case.measure(held[key], exact, limits, smoke=smoke, peers=beside))
             progress.record(records[-1])
         more = [
-            record(shape, config, t, name, s, 1, 0.0, smoke=smoke)
-            for name, times in (("torch eager", eager), ("stock JAX", stock))
-            for t, s in times.items()
+            record(shape, config, t, name, seconds, 1, 0.0, smoke=smoke)
+            for name, times in peers.items()
+            for t, seconds in times.items()
         ]
         more += crossovers([r for r in records if r.parameters["shape"] == shape])
         for r in more:
             progress.record(r)
         records += more
-        del exact, held, cases, case
+        del exact, held, cases
     return records
 
 

@@ -280,6 +280,11 @@ class Case:
         return {"predicted_us": 1e6 * layer.total, "predicted_over_measured": layer.total / seconds}
 
 
+def case_name(shape: str, tokens: int, ranks: int) -> str:
+    """What a record's case is called."""
+    return f"{shape} T={tokens}" + (f" R={ranks}" if ranks > 1 else "")
+
+
 def record(
     shape: str,
     config: MoEConfig,
@@ -298,7 +303,7 @@ def record(
     best = min(peers, key=lambda n: peers[n]) if peers else None
     return Record(
         name=name,
-        case=f"{shape} T={tokens}" + (f" R={ranks}" if ranks > 1 else ""),
+        case=case_name(shape, tokens, ranks),
         value=ranks * tokens / seconds,
         unit="tokens/s",
         seconds=seconds,

@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 
 from jmoe.config import QuantConfig
 
-from .common import NoProgress, Progress, Record, relative_error
+from .common import NoProgress, Progress, Record, relative_error, wanted
 from .layer_case import Ceilings, ceilings, touched_experts
 
 DECODING = ((1, 1024), (8, 1024), (64, 1024), (256, 512))  # (B, tokens that each sequence has already)
@@ -280,18 +280,47 @@ def formats(
     steps: int,
     prompts: tuple[int, int],
     mesh: Mesh | None = None,
+    only: re.Pattern[str] | None = None,
 ) -> Iterator[Format]:
-    """Every format with its programs lowered: prefill of `prompts` (B, S), decoding with each (B, context)."""
-    for i, (name, weights, quant) in enumerate(WEIGHTS):
+    """Every format with its programs lowered: prefill of `prompts` (B, S), decoding with each (B, context).
+
+    only: of the records that are `wanted`.
+    """
+    ranks = 1 if mesh is None else mesh.size
+    compare = mesh is None  # once: the cache is the same for all formats
+    for name, weights, quant in WEIGHTS:
         config = example.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
         shapes = jax.eval_shape(lambda c=config: example.random_model(c, key=jax.random.key(0), mesh=mesh))
         model = _like(shapes, None if mesh is None else functools.partial(_of_weights, mesh))
         prefills = [
-            Prefill.make(example, model, *prompts, quant=q, mesh=mesh) for q in ([None, quant] if quant else [None])
+            Prefill.make(example, model, *prompts, quant=q, mesh=mesh)
+            for q in ([None, quant] if quant else [None])
+            if wanted(only, *_prefill_names(name, *prompts, q, ranks))
         ]
-        decodes = [Decoding.make(example, model, b, context, steps, mesh=mesh) for b, context in decoding]
-        compared = Compared.make(example, model) if i == 0 and mesh is None else None  # the cache is the same for all
+        decodes = [
+            Decoding.make(example, model, b, context, steps, mesh=mesh)
+            for b, context in decoding
+            if wanted(only, *_decode_names(name, b, context, ranks))
+        ]
+        if not prefills and not decodes:
+            continue
+        compared, compare = Compared.make(example, model) if compare else None, False
         yield Format(name, config, prefills, decodes, compared)
+
+
+def _decode_names(weights: str, batch: int, context: int, ranks: int) -> tuple[str, str]:
+    """(name, case) of a record."""
+    return f"decode, {weights} weights", f"batch {batch}, context {context}" + _on(ranks)
+
+
+def _prefill_names(weights: str, batch: int, length: int, quant: QuantConfig | None, ranks: int) -> tuple[str, str]:
+    """(name, case) of a record."""
+    name = f"prefill, {weights} weights" + ("" if quant is None else " and activations")
+    return name, f"{batch} prompts of {length // 2} to {length}" + _on(ranks)
+
+
+def _on(ranks: int) -> str:
+    return "" if ranks == 1 else f", R={ranks}"
 
 
 def _of_weights(mesh: Mesh, path: Any, leaf: Any) -> jax.sharding.Sharding:
@@ -315,12 +344,11 @@ def measure(
     model = example.random_model(fmt.config, key=jax.random.key(0), mesh=mesh)
     error = fmt.compared.error(model) if fmt.compared else error
     shape = {"layers": fmt.config.num_layers, "weights": fmt.name, "R": ranks}
-    suffix = "" if ranks == 1 else f", R={ranks}"
 
-    def record(what, name, case, tokens, seconds, ceiling_seconds, ceiling_name, **parameters):
+    def record(what, names, tokens, seconds, ceiling_seconds, ceiling_name, **parameters):
         return Record(
-            name=f"{what}, {name}",
-            case=case + suffix,
+            name=names[0],
+            case=names[1],
             value=tokens / seconds,
             unit="tokens/s",
             seconds=seconds,
@@ -335,21 +363,24 @@ def measure(
     for d in fmt.decodes:
         seconds = d.seconds(example, model, repeats)
         nbytes = step_bytes(model, d.batch, d.context, ranks=ranks)
-        case, name = f"batch {d.batch}, context {d.context}", f"{fmt.name} weights"
-        yield record(
-            "decode", name, case, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes
-        )
+        names = _decode_names(fmt.name, d.batch, d.context, ranks)
+        yield record("decode", names, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes)
     for p in fmt.prefills:
         seconds, tokens = p.run(example, model, repeats)
         flops = prefill_flops(fmt.config, p.batch, p.length) * tokens / (p.batch * p.length)
         rate = limits.flops["bfloat16"] * ranks
-        case = f"{p.batch} prompts of {p.length // 2} to {p.length}"
-        name = f"{fmt.name} weights" + ("" if p.quant is None else " and activations")
-        yield record("prefill", name, case, tokens, seconds, flops / rate, "dense BF16 matmul", B=p.batch)
+        names = _prefill_names(fmt.name, p.batch, p.length, p.quant, ranks)
+        yield record("prefill", names, tokens, seconds, flops / rate, "dense BF16 matmul", B=p.batch)
 
 
-def run(smoke: bool, progress: Progress | None = None, *, devices: Sequence[Any] | None = None) -> list[Record]:
-    """Every format, on one device or spread over all that there are (or over `devices`)."""
+def run(
+    smoke: bool,
+    progress: Progress | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    only: re.Pattern[str] | None = None,
+) -> list[Record]:
+    """Every format, on one device or spread over all that there are (or over `devices`). only: of those `wanted`."""
     progress = progress or NoProgress()
     progress.start(len(WEIGHTS) + 2)
     module, hf = example()
@@ -364,7 +395,8 @@ def run(smoke: bool, progress: Progress | None = None, *, devices: Sequence[Any]
     progress.step("lowering and compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         made, jobs = [], []
-        for fmt in formats(module, hf, decoding=decoding, steps=steps, prompts=(prompts, length), mesh=mesh):
+        shapes: Any = dict(decoding=decoding, steps=steps, prompts=(prompts, length))
+        for fmt in formats(module, hf, **shapes, mesh=mesh, only=only):
             made.append(fmt)
             jobs += [pool.submit(p.compile) for p in fmt.programs]
         for job in jobs:
