@@ -1,8 +1,12 @@
-"""A decode step of one sequence on one GPU, in as few kernels as there are: eleven for a layer.
+"""A decode step of one sequence on one GPU, in as few kernels as there are: eight for a layer.
 
-At one token a layer of `qwen3_moe.py` reads its weights in some 25 us, and each kernel more costs two. So attention is
-done by the three kernels of `pallas_kernels.decode`, and what a layer adds to the stream is added by the next kernel
-that reads it. The results are those of `Qwen3Moe.hidden`, up to the order of sums.
+At one token a layer of `qwen3_moe.py` reads its weights in some 25 us, and each kernel more costs two. So a layer is
+
+    the sum of the last layer's experts, norm and projections | attention in parts | the parts' sum, output projection
+    norm and router | choice of experts and their order | gate and up | activation | down
+
+with the kernels of `pallas_kernels.decode` around the grouped matmuls. The results are those of `Qwen3Moe.hidden`, up
+to the order of sums.
 """
 
 from __future__ import annotations
@@ -14,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jmoe.core import exchange_and_compute
+from jmoe.experts.gated import gated_projection
 from jmoe.nn import MoE
-from jmoe.router import route
 from pallas_kernels import decode
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.route import Rule
 
 AHEAD = False  # whether attention brings the output projection's weights into the L2 cache
 
@@ -36,25 +41,23 @@ def why_not(model: Any, batch: int) -> str | None:
     mlp: MoE = model.layers[0].mlp
     if not isinstance(mlp, MoE) or mlp.layer.num_ranks != 1:
         return "its experts are spread over several devices"
-    if mlp.router.dtype != jnp.bfloat16 or mlp.router_bias is not None or mlp.shared_gate_up is not None:
-        return "it is for routers in bfloat16, without bias and shared experts"
+    m, biased = mlp.config, (mlp.router_bias, mlp.gate_up_bias, mlp.down_bias)
+    if mlp.router.dtype != jnp.bfloat16 or any(b is not None for b in biased) or mlp.shared_gate_up is not None:
+        return "it is for routers in bfloat16, without biases and shared experts"
+    if m.quant.activations or m.quant.intermediate or m.apply_router_weight_on_input or m.output_size != m.hidden_size:
+        return "its experts' activations are quantised, weighted beforehand, or padded"
     return None
 
 
-def experts(mlp: MoE, x: jax.Array, logits: jax.Array, valid: jax.Array) -> jax.Array:
-    """The MoE layer for x [1, D] with the router's logits [1, E]."""
-    layer, params = mlp.layer, mlp.params
-    routing = route(
-        logits,
-        layer.config.router,
-        top_k=layer.config.num_experts_per_tok,
-        correction_bias=params.correction_bias,
-        valid=valid,
-    )
-    y, _ = exchange_and_compute(
-        layer, params.experts, x, routing.ids, routing.weights, placement=None, out_dtype=x.dtype
-    )
-    return y
+def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> decode.Weighted:
+    """The MoE layer for one token: rows [K, D] are copies of it, logits [1, E] the router's, valid [1]."""
+    config, params = mlp.config, mlp.params
+    fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
+    rule = Rule(config.num_experts_per_tok, **{f: getattr(config.router, f) for f in fields})
+    weights, places, sizes = decode.route(logits, params.correction_bias, rule, valid=valid)
+    hidden = gated_projection(rows, None, params.experts, sizes, config)
+    y = grouped_matmul(hidden, params.experts.down, sizes, out_dtype=rows.dtype, zero_tail=False)
+    return decode.Weighted(y, places, weights)
 
 
 @jax.jit
@@ -72,8 +75,9 @@ def run_block(layer: Any, x, y, rotation, pair, seen, slot, valid):
     parts, pair = decode.attend(qkv, *norms, rotation, pair, seen, slot, eps=eps, ahead=ahead)
     x = decode.merged_linear(parts, out, x)
     norm, router = scale(layer.post_attention_layernorm), layer.mlp.router[...]
-    logits, _, normed = decode.normed_linear(x, norm, router, eps=eps, out_dtype=jnp.float32)
-    return x, experts(layer.mlp, normed, logits, valid[:, 0]), pair
+    how = dict(out_dtype=jnp.float32, copies=layer.mlp.config.num_experts_per_tok)
+    logits, _, rows = decode.normed_linear(x, norm, router, eps=eps, **how)
+    return x, experts(layer.mlp, rows, logits, valid[:, 0]), pair
 
 
 def read(model: Any, ids: jax.Array, valid: jax.Array, cache: Any) -> tuple[jax.Array, Any]:

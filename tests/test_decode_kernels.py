@@ -8,6 +8,8 @@ import pytest
 
 from pallas_kernels import decode
 from pallas_kernels.decode import mosaic_sm90, reference
+from pallas_kernels.route import Rule, choose_experts
+from pallas_kernels.route import mosaic_sm90 as route_sm90
 
 HEAD = mosaic_sm90.HEAD
 
@@ -26,7 +28,7 @@ def launch_in_place(program, task, operands, outputs, *, updated=(), **how):
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
-    permute_emulator.install(monkeypatch, mosaic_sm90)
+    permute_emulator.install(monkeypatch, mosaic_sm90, route_sm90)
     monkeypatch.setattr(mosaic_sm90, "_launch", launch_in_place)
 
 
@@ -48,13 +50,49 @@ def test_norm_and_linear_map(columns, outputs, added, rng):
     x, scale, w = draw(rng, 1, columns), draw(rng, columns) + 1, draw(rng, outputs, columns)
     add = draw(rng, 1, columns) if added else None
     for dtype in (jnp.bfloat16, jnp.float32):
-        how = dict(eps=1e-6, out_dtype=jnp.dtype(dtype))
-        out, total, normed = mosaic_sm90.run_normed_linear(x, scale, w, add, **how)
-        expected = reference.normed_linear(x, scale, w, add, **how)
+        how = dict(eps=1e-6, out_dtype=jnp.dtype(dtype), copies=1)
+        out, total, normed = mosaic_sm90.run_normed_linear(x, scale, w, add, None, None, **how)
+        expected = reference.normed_linear(x, scale, w, add, None, None, **how)
         np.testing.assert_array_equal(total, expected[1])
         close(normed, expected[2], 1e-3)  # an ulp here and there: the root is the hardware's
         close(out, expected[0], 4e-3 if dtype == jnp.bfloat16 else 1e-3)
         assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("outputs", [16, 300])
+def test_a_weighted_sum_of_rows_is_added_and_the_normed_row_is_copied(outputs, rng):
+    x, scale, w, rows = draw(rng, 1, 512), draw(rng, 512), draw(rng, outputs, 512), draw(rng, 6, 512)
+    places = jnp.asarray([4, 0, -1, 5], jnp.int32)
+    weights = jnp.asarray([0.5, -2.0, np.nan, 0.25], jnp.float32)
+    how = dict(eps=1e-6, out_dtype=jnp.dtype(jnp.float32), copies=6)
+    out, total, normed = mosaic_sm90.run_normed_linear(x, scale, w, rows, places, weights, **how)
+    by_hand = np.asarray(rows, np.float64)[[4, 0, 5]] * np.asarray([[0.5], [-2.0], [0.25]])
+    close(total, np.asarray(x, np.float64) + by_hand.sum(0), 4e-3)
+    expected = reference.normed_linear(x, scale, w, rows, places, weights, **how)
+    for a, b in zip((out, total, normed), expected, strict=True):
+        close(a, b, 2e-3)
+    assert normed.shape == (6, 512) and (np.asarray(normed) == np.asarray(normed)[:1]).all()
+    nowhere = mosaic_sm90.run_normed_linear(x, scale, w, rows, places * 0 - 1, weights, **how)
+    np.testing.assert_array_equal(nowhere[1], x)
+
+
+@pytest.mark.parametrize("experts", [32, 128, 256])
+@pytest.mark.parametrize("valid", [True, False])
+def test_experts_of_one_token_and_their_places(experts, valid, rng):
+    rule = Rule(8) if experts > 32 else Rule(4, score="sigmoid")
+    logits = jnp.asarray(rng.normal(size=(1, experts)) * 3, jnp.float32)
+    bias = None if experts > 32 else jnp.asarray(rng.normal(size=experts), jnp.float32)
+    flag = jnp.asarray([valid])
+    weights, places, sizes = map(np.asarray, mosaic_sm90.run_route(rule, logits, bias, flag))
+    expected = reference.route(rule, logits, bias, flag)
+    np.testing.assert_allclose(weights, expected[0], 1e-6)
+    np.testing.assert_array_equal(places, expected[1])
+    np.testing.assert_array_equal(sizes, expected[2])
+    assert sizes.sum() == (rule.top_k if valid else 0)
+    assert sorted(places) == (list(range(rule.top_k)) if valid else [-1] * rule.top_k)
+    ids, _ = choose_experts(logits, bias, rule)
+    if valid:  # the copy in place p belongs to the expert that has it
+        np.testing.assert_array_equal(np.repeat(np.arange(experts), sizes)[places], ids[0])
 
 
 SHAPES = [(8, 1, 128, 5), (8, 2, 300, 260), (4, 4, 130, 0), (4, 2, 700, 699), (2, 2, 5000, 4999), (16, 2, 2100, 77)]

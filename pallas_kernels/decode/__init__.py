@@ -1,7 +1,9 @@
 """What a decode step of one token needs besides its experts: a normed row times a matrix, and attention to a cache."""
 
 from .api import Partial as Partial
+from .api import Weighted as Weighted
 from .api import attend as attend
 from .api import merged_linear as merged_linear
 from .api import normed_linear as normed_linear
 from .api import obstacle as obstacle
+from .api import route as route

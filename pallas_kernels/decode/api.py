@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ..permute.thread import CONFIRMED, environment_obstacle, pick
+from ..route import Rule
+from ..route.mosaic_sm90 import obstacle as choice_obstacle
 from . import mosaic_sm90, reference
 
 
@@ -33,20 +35,33 @@ class Partial(NamedTuple):
     weight: jax.Array
 
 
+class Weighted(NamedTuple):
+    """A sum of rows: weights[k] * rows[places[k]] over all k of which places[k] is not -1.
+
+    rows: [M, D]. places: int32 [K]. weights: float32 [K].
+    """
+
+    rows: jax.Array
+    places: jax.Array
+    weights: jax.Array
+
+
 def normed_linear(
     x: jax.Array,
     scale: jax.Array,
     w: jax.Array,
     *,
     eps: float,
-    add: jax.Array | None = None,
+    add: jax.Array | Weighted | None = None,
     out_dtype=None,
+    copies: int = 1,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """RMSNorm of a row (x, or x + add) and a linear map of it.
 
-    x, add: [1, D]. scale: [D]. w: [N, D]. Returns ([1, N] of out_dtype (x's, unless told), x + add [1, D], normed row
-    [1, D]). Products are summed in float32. implementation: "mosaic_sm90", "xla", or None for the best that can.
+    x: [1, D]. add: [1, D], or a sum of rows. scale: [D]. w: [N, D]. Returns ([1, N] of out_dtype (x's, unless told),
+    x + add [1, D], the normed row [copies, D]). Products are summed in float32. implementation: "mosaic_sm90", "xla",
+    or None for the best that can.
     """
     if x.shape[0] != 1 or w.shape[1] != x.shape[1] or scale.shape != x.shape[1:]:
         raise ValueError(
@@ -54,15 +69,34 @@ def normed_linear(
         )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     why = mosaic_sm90.linear_obstacle(x, w, out_dtype) or environment_obstacle()
-    how = dict(eps=eps, out_dtype=out_dtype)
+    how = dict(eps=eps, out_dtype=out_dtype, copies=copies)
     return pick(
         "decode",
         implementation,
         why,
         lambda a: mosaic_sm90.run_normed_linear(*a, **how),
         lambda a: reference.normed_linear(*a, **how),
-        (x, scale, w, add),
+        (x, scale, w, *(add if isinstance(add, Weighted) else (add, None, None))),
     )
+
+
+def route(
+    logits: jax.Array,
+    bias: jax.Array | None,
+    rule: Rule,
+    *,
+    valid: jax.Array,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One token's experts, and where its K copies lie in expert order.
+
+    logits: float32 [1, E]; bias, rule as for `choose_experts`; valid: bool [1]. Returns weights float32 [K], places
+    int32 [K] (-1 for a token that is not valid), and the rows of each expert, int32 [E].
+    """
+    args = (logits, bias, valid)
+    why = choice_obstacle(1, logits.shape[1], rule) or environment_obstacle()
+    kernel, plain = (lambda a, f=f: f(rule, *a) for f in (mosaic_sm90.run_route, reference.route))
+    return pick("decode", implementation, why, kernel, plain, args)
 
 
 def attend(

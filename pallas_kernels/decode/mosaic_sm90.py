@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 from ..permute.thread import F, P, Pointer, Thread, U, launch
 from ..quantize import lane as lanes
+from ..route import Rule
+from ..route import mosaic_sm90 as route
 
 MULTIPROCESSORS = 132  # of an H200; others have about as many
 HEAD = 128  # size of a head
@@ -51,8 +53,9 @@ def _floats(o: Thread, words: list[U]) -> list[F]:
 class Linear:
     """A linear map of D to N. threads of a block, rows of a warp; wide: whether the result is float32.
 
-    norm: the input is a row to be normed, with has_add after something is added to it; otherwise it is `parts` parts
-    of an attention, and the result is added to a row. eps: of the norm.
+    norm: the input is a row to be normed, after what is to be added to it: nothing (adds 0), a row (1, has no weights)
+    or the weighted sum of `adds` rows; otherwise it is `parts` parts of an attention, and the result is added to a row.
+    eps: of the norm. copies: of the normed row.
     """
 
     columns: int
@@ -61,9 +64,11 @@ class Linear:
     rows: int
     wide: bool
     norm: bool
-    has_add: bool = False
+    adds: int = 0
+    weighted: bool = False
     parts: int = 0
     eps: float = 0.0
+    copies: int = 1
 
     @property
     def per_block(self) -> int:
@@ -84,15 +89,15 @@ class Linear:
 
 
 def _make_normed(o: Thread, t: Linear, refs: dict[str, Pointer]):
-    """The normed row to shared memory, and from the first block to memory too."""
+    """The normed row to shared memory, and from the first blocks to memory too."""
     first = o.block() < U(1)
     squares, pieces = o.F(0.0), []
     for i in range(t.each):
         piece = o.thread() + i * t.threads
         inside = piece < U(t.columns // 8)
         words = refs["x"].at(piece, 16).load(4, inside)
-        if t.has_add:
-            more = refs["add"].at(piece, 16).load(4, inside)
+        if t.adds:
+            more = _weighted(o, t, refs, piece, inside) if t.weighted else refs["add"].at(piece, 16).load(4, inside)
             words = _pack(o, [a + b for a, b in zip(_floats(o, words), _floats(o, more), strict=True)])
         scale = refs["scale"].at(piece, 16).load(4, inside)
         values = _floats(o, words)
@@ -113,7 +118,25 @@ def _make_normed(o: Thread, t: Linear, refs: dict[str, Pointer]):
         normed = _pack(o, [v * (inverse * s) for v, s in zip(values, scale, strict=True)])
         refs["scratch"].at(piece, 16).store(normed, inside)
         refs["total"].at(piece, 16).store(words, inside & first)
-        refs["normed"].at(piece, 16).store(normed, inside & first)
+        for start in range(0, t.copies, t.blocks):
+            copy = o.block() + start
+            refs["normed"].at(copy, 2 * t.columns, piece * 16).store(normed, inside & (copy < U(t.copies)))
+
+
+def _weighted(o: Thread, t: Linear, refs: dict[str, Pointer], piece: U, inside: P) -> list[U]:
+    """8 values of the sum of rows with weights; a place of -1 is none, and then its weight may be anything."""
+    places = [refs["places"].at(None, 0, 4 * k).load(1)[0] for k in range(t.adds)]
+    weights = [refs["weights"].at(None, 0, 4 * k).load(1)[0] for k in range(t.adds)]
+    there = [~p.same(U(0xFFFFFFFF)) for p in places]
+    rows = [
+        refs["add"].at(p, 2 * t.columns, piece * 16).load(4, inside & here)
+        for p, here in zip(places, there, strict=True)
+    ]
+    out = [o.F(0.0)] * 8
+    for words, weight, here in zip(rows, weights, there, strict=True):
+        factor = o.float(o.where(here, weight, U(0)))
+        out = [a + o.mul_rounded(factor, v) for a, v in zip(out, _floats(o, words), strict=True)]
+    return _pack(o, out)
 
 
 def _make_merged(o: Thread, t: Linear, refs: dict[str, Pointer]):
@@ -452,6 +475,34 @@ def _turns(o: Thread, count: int, body):
         o.loop(count, turn, [])
 
 
+# --- experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """The choice of experts, of one token."""
+
+    choice: route.Task
+
+
+def choose_and_sort(o: Thread, t: Route, refs: dict[str, Pointer]):
+    """The token's experts, and where its copies lie once they are in expert order. Ids of a token are different."""
+    chosen, _ = route.choose(o, t.choice, refs)
+    lane, first, top_k = o.lane(), o.thread() < U(32), t.choice.rule.top_k
+    nobody = U(0xFFFFFFFF)
+    ids = [o.warp_min(o.where(lane.same(U(k)), chosen, nobody)) for k in range(top_k)]
+    place = U(0)
+    for other in ids:
+        place = place + o.where(other < chosen, U(1), U(0))
+    place = o.where(chosen.same(nobody), nobody, place)
+    refs["places"].at(lane, 4).store([place], first & (lane < U(top_k)))
+    for start in range(0, t.choice.experts, 32):
+        expert, size = lane + start, U(0)
+        for other in ids:
+            size = o.where(other.same(expert), U(1), size)
+        refs["sizes"].at(expert, 4).store([size], first)
+
+
 # --- what they can do, and how they are called
 
 
@@ -498,21 +549,42 @@ def _rows(outputs: int, threads: int) -> int:
     return each if each <= 4 * UNROLLED else -(-outputs // (4 * warps))
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "out_dtype"))
+@functools.partial(jax.jit, static_argnames=("eps", "out_dtype", "copies"))
 def run_normed_linear(
-    x: jax.Array, scale: jax.Array, w: jax.Array, add: jax.Array | None, *, eps: float, out_dtype
+    x: jax.Array,
+    scale: jax.Array,
+    w: jax.Array,
+    add: jax.Array | None,
+    places: jax.Array | None,
+    weights: jax.Array | None,
+    *,
+    eps: float,
+    out_dtype,
+    copies: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     (outputs, columns), wide = w.shape, jnp.dtype(out_dtype) == jnp.float32
     # One block to a multiprocessor, or four for a large vocabulary; few warps to a block where there are few rows.
     threads = 128 if outputs <= 1024 else 256
-    task = Linear(columns, outputs, threads, _rows(outputs, threads), wide, True, has_add=add is not None, eps=eps)
-    operands = {"x": x, "scale": scale.astype(x.dtype), "w": w} | ({} if add is None else {"add": add})
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    results = {"out": jax.ShapeDtypeStruct((1, outputs), out_dtype), "total": like, "normed": like}
+    adds = 0 if add is None else 1 if places is None else places.shape[0]
+    how = dict(adds=adds, weighted=places is not None, eps=eps, copies=copies)
+    task = Linear(columns, outputs, threads, _rows(outputs, threads), wide, True, **how)
+    operands = {"x": x, "scale": scale.astype(x.dtype), "w": w}
+    operands |= {n: a for n, a in (("add", add), ("places", places), ("weights", weights)) if a is not None}
+    results = {
+        "out": jax.ShapeDtypeStruct((1, outputs), out_dtype),
+        "total": jax.ShapeDtypeStruct(x.shape, x.dtype),
+        "normed": jax.ShapeDtypeStruct((copies, columns), x.dtype),
+    }
     out = _launch(
-        linear, task, operands, results, blocks=task.blocks, threads=threads, scratch_words=task.scratch_words,
+        linear,
+        task,
+        operands,
+        results,
+        blocks=task.blocks,
+        threads=threads,
+        scratch_words=task.scratch_words,
         name="normed_linear",
-    )  # fmt: skip
+    )
     return out["out"], out["total"], out["normed"]
 
 
@@ -527,6 +599,24 @@ def run_merged_linear(parts: jax.Array, weight: jax.Array, w: jax.Array, add: ja
         threads=task.threads, scratch_words=task.scratch_words, name="merged_linear",
     )  # fmt: skip
     return out["out"]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_route(
+    rule: Rule, logits: jax.Array, bias: jax.Array | None, valid: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    experts, top_k = logits.shape[1], rule.top_k
+    task = Route(route.Task(1, experts, rule, bias is not None, True))
+    operands = {"logits": logits, "valid": valid.astype(jnp.uint8)} | ({} if bias is None else {"bias": bias})
+    results = {
+        "ids": jax.ShapeDtypeStruct((top_k,), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((top_k,), jnp.float32),
+        "places": jax.ShapeDtypeStruct((top_k,), jnp.int32),
+        "sizes": jax.ShapeDtypeStruct((experts,), jnp.int32),
+    }
+    how = dict(blocks=1, threads=32 * route.WARPS, name="choose_and_sort")
+    out = _launch(choose_and_sort, task, operands, results, **how)
+    return out["weights"], out["places"], out["sizes"]
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "splits"))

@@ -7,6 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from ..route.reference import mask_rows, select, weigh
+
 LOG2E = math.log2(math.e)
 
 
@@ -22,10 +24,23 @@ def linear(x: jax.Array, w: jax.Array, dtype) -> jax.Array:
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32).astype(dtype)
 
 
-def normed_linear(x, scale, w, add, *, eps, out_dtype):
+def normed_linear(x, scale, w, add, places, weights, *, eps, out_dtype, copies):
+    if places is not None:
+        there = places >= 0
+        rows = jnp.where(there[:, None], add[jnp.maximum(places, 0)].astype(jnp.float32), jnp.float32(0))
+        add = (rows * jnp.where(there, weights, jnp.float32(0))[:, None]).sum(0, keepdims=True).astype(x.dtype)
     total = x if add is None else x + add
     normed = rms_norm(total, scale, eps)
-    return linear(normed, w, out_dtype), total, normed
+    return linear(normed, w, out_dtype), total, jnp.broadcast_to(normed, (copies, x.shape[1]))
+
+
+def route(rule, logits, bias, valid):
+    ids = select(mask_rows(logits, valid), bias, rule)
+    weights = weigh(mask_rows(logits, valid), bias, ids, rule)
+    ids = jnp.where(valid[:, None], ids, -1)[0]
+    places = (ids[None, :] < ids[:, None]).sum(1, dtype=jnp.int32)
+    sizes = (ids[:, None] == jnp.arange(logits.shape[1], dtype=jnp.int32)[None]).sum(0, dtype=jnp.int32)
+    return jnp.where(valid[:, None], weights, jnp.float32(0))[0], jnp.where(valid, places, -1), sizes
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -126,7 +126,8 @@ def _limit_to_groups(o: Thread, t: Task, keys: list[U], ids: list[U]) -> list[U]
     return out
 
 
-def choose(o: Thread, t: Task, refs: dict[str, Pointer]):
+def choose(o: Thread, t: Task, refs: dict[str, Pointer]) -> tuple[U, F]:
+    """Returns the id and the weight of place `lane` of the warp's token, for what follows in the same kernel."""
     rule, lane = t.rule, o.lane()
     token = o.block() * WARPS + (o.thread() >> 5)
     inside = token < U(t.tokens)
@@ -173,6 +174,7 @@ def choose(o: Thread, t: Task, refs: dict[str, Pointer]):
         weight, chosen = o.where(valid, weight, o.F(0.0)), o.where(valid, chosen, U(0xFFFFFFFF))
     refs["ids"].at(token, 4 * rule.top_k, lane * 4).store([chosen], inside & used)
     refs["weights"].at(token, 4 * rule.top_k, lane * 4).store([o.bits(weight)], inside & used)
+    return chosen, weight
 
 
 @functools.partial(jax.jit, static_argnums=0)

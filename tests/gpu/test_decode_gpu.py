@@ -9,15 +9,14 @@ import pytest
 
 from pallas_kernels import decode
 from pallas_kernels.decode import reference
+from pallas_kernels.route import Rule
 
 pytestmark = pytest.mark.gpu
 
 
 def both(function, *args, **options):
     """The results of the kernel and of XLA."""
-    return [
-        jax.jit(functools.partial(function, implementation=how, **options))(*args) for how in ("mosaic_sm90", "xla")
-    ]
+    return [jax.jit(lambda: function(*args, implementation=how, **options))() for how in ("mosaic_sm90", "xla")]  # noqa: B023
 
 
 def error(actual, expected):
@@ -38,6 +37,26 @@ def test_norm_and_linear_map(rng, columns, outputs, dtype):
         kernel, xla = both(decode.normed_linear, x, scale, w, add=more, eps=1e-6, out_dtype=jnp.dtype(dtype))
         np.testing.assert_array_equal(kernel[1], xla[1])
         assert error(kernel[2], xla[2]) < 2e-3 and error(kernel[0], xla[0]) < 5e-3
+
+
+@pytest.mark.parametrize("outputs", [128, 5120])
+def test_a_weighted_sum_of_rows_is_added_and_the_normed_row_is_copied(rng, outputs):
+    x, scale, w, rows = draw(rng, 1, 2048), draw(rng, 2048), draw(rng, outputs, 2048), draw(rng, 8, 2048)
+    places = jnp.asarray([3, 0, -1, 7, 2, 1, 6, 5], jnp.int32)
+    weights = jnp.asarray(rng.standard_normal(8), jnp.float32).at[2].set(jnp.nan)
+    add = decode.Weighted(rows, places, weights)
+    kernel, xla = both(decode.normed_linear, x, scale, w, add=add, eps=1e-6, copies=8)
+    assert all(error(a, b) < 5e-3 for a, b in zip(kernel, xla, strict=True))
+
+
+@pytest.mark.parametrize("experts,rule", [(128, Rule(8)), (256, Rule(8, score="sigmoid", num_groups=8, group_topk=4))])
+@pytest.mark.parametrize("valid", [True, False])
+def test_experts_of_one_token_and_their_places(rng, experts, rule, valid):
+    logits = jnp.asarray(rng.standard_normal((1, experts)) * 3, jnp.float32)
+    kernel, xla = both(decode.route, logits, None, rule, valid=jnp.asarray([valid]))
+    np.testing.assert_allclose(kernel[0], xla[0], 1e-6)
+    np.testing.assert_array_equal(kernel[1], xla[1])
+    np.testing.assert_array_equal(kernel[2], xla[2])
 
 
 @pytest.mark.parametrize(
