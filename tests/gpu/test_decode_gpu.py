@@ -1,7 +1,5 @@
 """The kernels of a decode step of one token, against XLA on a GPU."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +12,13 @@ from pallas_kernels.route import Rule
 pytestmark = pytest.mark.gpu
 
 
-def both(function, *args, **options):
-    """The results of the kernel and of XLA."""
-    return [jax.jit(lambda: function(*args, implementation=how, **options))() for how in ("mosaic_sm90", "xla")]  # noqa: B023
+def both(function, *args, arrays=None, **options):
+    """The results of the kernel and of XLA; arrays: options that are arrays."""
+
+    def run(how):
+        return jax.jit(lambda a, more: function(*a, implementation=how, **more, **options))(args, arrays or {})
+
+    return [run(how) for how in ("mosaic_sm90", "xla")]
 
 
 def error(actual, expected):
@@ -34,7 +36,9 @@ def test_norm_and_linear_map(rng, columns, outputs, dtype):
     x, add, scale = draw(rng, 1, columns), draw(rng, 1, columns), draw(rng, columns)
     w = draw(rng, outputs, columns)
     for more in (None, add):
-        kernel, xla = both(decode.normed_linear, x, scale, w, add=more, eps=1e-6, out_dtype=jnp.dtype(dtype))
+        kernel, xla = both(
+            decode.normed_linear, x, scale, w, arrays={"add": more}, eps=1e-6, out_dtype=jnp.dtype(dtype)
+        )
         np.testing.assert_array_equal(kernel[1], xla[1])
         assert error(kernel[2], xla[2]) < 2e-3 and error(kernel[0], xla[0]) < 5e-3
 
@@ -45,7 +49,7 @@ def test_a_weighted_sum_of_rows_is_added_and_the_normed_row_is_copied(rng, outpu
     places = jnp.asarray([3, 0, -1, 7, 2, 1, 6, 5], jnp.int32)
     weights = jnp.asarray(rng.standard_normal(8), jnp.float32).at[2].set(jnp.nan)
     add = decode.Weighted(rows, places, weights)
-    kernel, xla = both(decode.normed_linear, x, scale, w, add=add, eps=1e-6, copies=8)
+    kernel, xla = both(decode.normed_linear, x, scale, w, arrays={"add": add}, eps=1e-6, copies=8)
     assert all(error(a, b) < 5e-3 for a, b in zip(kernel, xla, strict=True))
 
 
@@ -53,7 +57,7 @@ def test_a_weighted_sum_of_rows_is_added_and_the_normed_row_is_copied(rng, outpu
 @pytest.mark.parametrize("valid", [True, False])
 def test_experts_of_one_token_and_their_places(rng, experts, rule, valid):
     logits = jnp.asarray(rng.standard_normal((1, experts)) * 3, jnp.float32)
-    kernel, xla = both(decode.route, logits, None, rule, valid=jnp.asarray([valid]))
+    kernel, xla = both(decode.route, logits, None, rule=rule, arrays={"valid": jnp.asarray([valid])})
     np.testing.assert_allclose(kernel[0], xla[0], 1e-6)
     np.testing.assert_array_equal(kernel[1], xla[1])
     np.testing.assert_array_equal(kernel[2], xla[2])
@@ -77,7 +81,7 @@ def test_attention_in_parts_and_their_sum(rng, heads, groups, slots, slot, ahead
         jnp.asarray(rng.random((1, slots)) < 0.7).at[0, slot].set(True),
         jnp.int32(slot),
     )
-    kernel, xla = both(decode.attend, *args, eps=1e-6, ahead=w if ahead else None)
+    kernel, xla = both(decode.attend, *args, eps=1e-6, arrays={"ahead": w if ahead else None})
     assert error(reference.merge(*kernel[0]), reference.merge(*xla[0])) < 6e-3
     for mine, theirs in zip(kernel[1], xla[1], strict=True):
         assert error(mine, theirs) < 1e-4
@@ -103,7 +107,7 @@ def test_a_cache_is_updated_in_place_in_a_loop(rng):
         return jax.lax.fori_loop(0, 200, step, (args[0], cache))
 
     empty = tuple(jnp.zeros((1, 4, 256, 128), jnp.bfloat16) for _ in "kv")
-    kernel, xla = (jax.jit(functools.partial(run, implementation=how))(empty) for how in ("mosaic_sm90", "xla"))
+    kernel, xla = both(run, empty)
     assert error(kernel[0], xla[0]) < 0.05
     for mine, theirs in zip(kernel[1], xla[1], strict=True):
         assert error(mine, theirs) < 0.05 and not np.asarray(mine[:, :, 200:]).any()
