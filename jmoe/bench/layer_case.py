@@ -6,6 +6,7 @@ T tokens on one rank, D hidden size, F expert width, E experts, K experts per to
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -120,29 +121,35 @@ def touched_experts(num_experts: int, top_k: int, tokens: int) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** tokens)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def reference(config: MoEConfig, params: MoEParams, x: jax.Array) -> jax.Array:
     """The layer in float32, for a few tokens [T, D], from unquantised parameters; the routing is the layer's own."""
     routing = route(router_logits(x, params.router), config.router, top_k=config.num_experts_per_tok)
-    return jnp.stack([_one_token(params, x[t], routing.ids[t], routing.weights[t]) for t in range(x.shape[0])])
+    gate_ups, downs = params.experts.gate_up, params.experts.down
+    assert isinstance(gate_ups, jax.Array) and isinstance(downs, jax.Array)
 
-
-@jax.jit
-def _one_token(params: MoEParams, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-    out = jnp.zeros(x.shape, jnp.float32)
-    assert isinstance(params.experts.gate_up, jax.Array) and isinstance(params.experts.down, jax.Array)
-    for k in range(ids.shape[0]):
-        gate_up = params.experts.gate_up[ids[k]].astype(jnp.float32)  # [2, F, D]
+    def add(total, chosen):
+        x, expert, weight = chosen
+        gate_up, down = (w[expert].astype(jnp.float32) for w in (gate_ups, downs))
         gate, up = jnp.matmul(gate_up, x.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-        down = params.experts.down[ids[k]].astype(jnp.float32)
-        y = jnp.matmul(down, jax.nn.silu(gate) * up, precision=lax.Precision.HIGHEST)
-        out = out + weights[k] * y
-    return out
+        return total + weight * jnp.matmul(down, jax.nn.silu(gate) * up, precision=lax.Precision.HIGHEST), None
+
+    def one(token):
+        x, ids, weights = token
+        rows = jnp.broadcast_to(x, (*ids.shape, *x.shape))
+        return lax.scan(add, jnp.zeros(x.shape, jnp.float32), (rows, ids, weights))[0]
+
+    return lax.map(one, (x, routing.ids, routing.weights))
 
 
 def inputs(config: MoEConfig, rows: int, sets: int) -> list[jax.Array]:
     """Normal BF16 rows [rows, D], the same for every variant."""
-    make = jax.jit(lambda k: jax.random.normal(k, (rows, config.hidden_size), jnp.bfloat16))
-    return [make(k) for k in jax.random.split(jax.random.key(rows), sets)]
+    return [_normal(k, (rows, config.hidden_size)) for k in jax.random.split(jax.random.key(rows), sets)]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    return jax.random.normal(key, shape, jnp.bfloat16)
 
 
 def parameter_specs(params: MoEParams) -> MoEParams:
@@ -241,7 +248,8 @@ class Case:
             jax.block_until_ready((xs, ys))
             seconds += [time.perf_counter() - start] if i else []
             if i == 0:
-                error = relative_error(np.asarray(ys[-1][:SAMPLE]), reference(self.config, exact, sample))
+                plain = dataclasses.replace(self.config, quant=QuantConfig())
+                error = relative_error(np.asarray(ys[-1][:SAMPLE]), reference(plain, exact, sample))
         median = statistics.median(seconds) / self.calls
         more = self._predicted(median)
         if self.ranks > 1:
