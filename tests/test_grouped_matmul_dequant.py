@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import mosaic_dequant, mosaic_warp_sm90
+from pallas_kernels.grouped_matmul import mosaic_dequant
 from pallas_kernels.grouped_matmul.mosaic_dequant import Packed
 
 PACKED = [
@@ -125,43 +125,3 @@ def test_every_e8m0_scale_becomes_its_power_of_two_or_infinity():
     (result,) = run(mosaic_dequant._E8M0_SCALES, 1, [codes | codes << np.uint32(8), np.full(256, 0x4140, np.uint32)])
     wanted = np.where(codes < 191, 2.0 ** (codes.astype(float) - 127 + 64), np.inf)
     np.testing.assert_array_equal(halves(result), [wanted, wanted])
-
-
-# --- what warps do by themselves
-
-
-def every_scale(packed):
-    """Words of a lane's block scales, uint32 [n], and their values, float64 [blocks, n]: every code in every place."""
-    if packed.scale == "e4m3":
-        codes = np.stack([np.roll(np.arange(127), 31 * i) for i in range(4)]).astype(np.uint8)
-        values = codes.view(ml_dtypes.float8_e4m3fn).astype(float)
-    else:
-        codes = np.stack([np.arange(60, 191), np.arange(60, 191)[::-1]]).astype(np.uint8)
-        values = 2.0 ** (codes.astype(float) - 127)
-    return sum(c.astype(np.uint32) << np.uint32(8 * i) for i, c in enumerate(codes)), values
-
-
-@pytest.mark.parametrize("packed", PACKED[1:3], ids=str)
-def test_a_warp_multiplies_every_4_bit_code_with_every_scale_exactly(packed):
-    words, scales = every_scale(packed)
-    registers = run(mosaic_warp_sm90.SCALES[packed.scale], len(scales) // 2, [words])
-    for q in range(mosaic_warp_sm90.WORDS):
-        register, upper = mosaic_warp_sm90._scale_of(packed, q)
-        scale, wanted = halves(registers[register])[int(upper)], scales[8 * q // packed.block]
-        for rotation in range(16):  # each of the 16 codes in each of the 8 places
-            codes = [(7 * i + rotation) % 16 for i in range(8)]
-            word = np.full(words.shape, sum(c << 4 * i for i, c in enumerate(codes)), np.uint32)
-            text = mosaic_warp_sm90.E2M1.replace("mov.b32 {l, h}, $5; mov.b32 s, SCALE;", "mov.b32 s, $5;")
-            results = run(text, 4, [word, pair(np.stack([scale, scale]))])
-            exact = elements(word, packed) * wanted
-            for i, result in enumerate(results):
-                np.testing.assert_array_equal(halves(result) * packed.factor, exact[[i, i + 4]])
-
-
-def test_a_warps_columns_are_those_of_the_words_its_lanes_hold():
-    x = np.arange(512.0, dtype=np.float32)[None]
-    y = np.asarray(mosaic_warp_sm90.arrange_columns(x))
-    assert y.shape == (16, 1, 32)
-    for chunk, q, lane, i, b in np.ndindex(2, 8, 4, 4, 2):
-        byte = 128 * chunk + 32 * lane + 4 * q  # of the word that has the pair's two nibbles
-        assert y[8 * chunk + q, 0, 8 * lane + 2 * i + b] == 2 * byte + i + 4 * b

@@ -9,6 +9,8 @@ meet in the same lanes, so that only act(gate) * up is stored. A bias is added t
 
 Blocks are small enough for two on one multiprocessor where `per_sm` says so, and hold as many bytes in flight as
 shared memory allows. Only weights of groups that have rows are read. The kernel finds its tiles itself (bounds.py).
+
+4-bit weights and few rows go to mosaic_warp_sm90.py, where `warp` of the configuration says so.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import mosaic_warp_sm90 as warp
-from .bounds import MAX_GROUPS, Bounds, find_tile, make_bounds, num_tiles, num_words, write_bounds
+from . import mosaic_warp_sm90 as by_warps
+from .bounds import MAX_GROUPS, make_bounds, num_words
 from .gate import Gate, gated_product
 from .mosaic_dequant import Packed, dequantise, permute_columns
-from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, load_rows, num_sms, row_views, swizzled
+from .mosaic_few_rows import ROWS as _ROWS
+from .mosaic_few_rows import finished, store_rows, tile_factor, tiles_of_block
+from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
 from .schedule import each_tile
 
-_ROWS = 64  # of a weight, for one warpgroup
 _WIDTH = 64  # BF16 elements in one swizzle
 
 
@@ -59,9 +62,8 @@ class DecodeConfig:
     def __post_init__(self):
         if self.block_t not in (8, 16, 24, 32, 48, 64, 128, 192, 256):
             raise ValueError(f"block_t={self.block_t}: choose 8, 16, 24, 32, 48 or a multiple of 64 up to 256.")
-        most = 7 if self.warp else 4
-        if not 1 <= self.consumers <= most:
-            raise ValueError(f"consumers={self.consumers}: choose 1 to {most}.")
+        if self.consumers not in (1, 2, 3, 4):
+            raise ValueError(f"consumers={self.consumers}: choose 1 to 4.")
         if self.chunks not in (1, 2, 4, 8):
             raise ValueError(f"chunks={self.chunks}: choose 1, 2, 4 or 8.")
         if self.pieces not in (1, 2):
@@ -92,10 +94,13 @@ class DecodeConfig:
 
         A block gets 168, 128 or 96 for each thread of 3, 4 or 5 warpgroups: asking for more in all would wait forever.
         """
-        if self.warp:  # 63 with one weight, up to 96 with two
-            return None
         many = self.block_t >= 64 and self.per_sm == 1
         return {2: (40, 232) if many else None, 3: (40, 152), 4: (32, 112)}.get(self.consumers)
+
+    @property
+    def direct(self) -> bool:
+        """Whether results are stored from registers, not through shared memory."""
+        return self.block_t <= 16
 
     @property
     def box(self) -> int:
@@ -112,11 +117,13 @@ class DecodeConfig:
 
     def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2, parts: int = 1) -> int:
         """Shared memory of one block, barriers left out. parts: 2 where gate and up are multiplied together."""
+        if self.warp and packed:
+            return by_warps.smem_bytes(self, packed, parts)
         tokens = 2 * packed.per_byte if packed else 1
         scales = max(16, self.chunks * packed.scales) if packed and packed.scales else 0
         held = parts * self.held_n
         stage = self.chunks * (held + self.block_t * tokens) * SWIZZLE + held * scales
-        return self.stages * stage + (0 if self.warp else self.consumers * _ROWS * self.box * itemsize)
+        return self.stages * stage + (0 if self.direct else self.consumers * _ROWS * self.box * itemsize)
 
 
 def store_transposed(ref, value):
@@ -134,25 +141,6 @@ def box_rows(first, rows, index: int, box: int):
     if index == 0:
         return first
     return jnp.maximum(jnp.minimum(first + index * box, first + rows - box), first)
-
-
-def bounds_of(sizes, scratch, block: int) -> Bounds:
-    """The bounds of the groups: those given, or each warp's sums of the sizes, in `scratch` [2, words] (shared)."""
-    if isinstance(sizes, Bounds):
-        return sizes
-    from ..permute.thread import Pointer, Thread
-
-    groups = sizes.shape[0]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def write(ctx, sizes, scratch):
-        del ctx
-        start = Pointer(scratch, shared=True)
-        rows, tiles = start, start.at(None, 0, 4 * num_words(groups))
-        write_bounds(Thread(), groups, block, Pointer(sizes), rows, tiles)
-
-    write(sizes, scratch)  # pyright: ignore[reportCallIssue]
-    return Bounds(scratch.at[0], scratch.at[1])
 
 
 def _body(
@@ -183,25 +171,24 @@ def _body(
     c: DecodeConfig = config
     n = out.shape[1]
     parts = range(w.shape[1])
-    x_smem, x_load = (x_smem, x_smem) if c.warp else as_views(x_smem, 2, interpret)
+    x_smem, x_load = as_views(x_smem, 2, interpret)
     bytes_k = c.chunks * SWIZZLE
     wide = bytes_k // jnp.dtype(w.dtype).itemsize  # elements of w's array in one stage
-    x_chunks = c.chunks * (warp.WORDS if c.warp else 2 * packed.per_byte if packed else 1)
+    x_chunks = c.chunks * (2 * packed.per_byte if packed else 1)
     k_steps = pl.cdiv(w.shape[3], wide)
-    n_tiles = pl.cdiv(n, c.block_n)
     boxes = c.block_t // c.box
     wg = lax.axis_index("wg")
-    blocks = lax.axis_size("block")
-    bounds = bounds_of(sizes, bounds_smem, c.block_t)
-    groups = dict(num_groups=num_groups, num_rows=out.shape[0], block=c.block_t)
-    num_t = num_tiles(bounds, **groups, zero_tail=zero_tail)
-    my_tiles = lax.div(num_t * n_tiles - lax.axis_index("block") + blocks - 1, blocks)
-
-    def tile_at(i):
-        index = lax.axis_index("block") + i * blocks
-        found = find_tile(bounds, lax.div(index, n_tiles), **groups, num_weights=w.shape[0], group_offset=offset[0])
-        weight, first, rows = found
-        return weight, first, rows, lax.rem(index, n_tiles)
+    my_tiles, tile_at = tiles_of_block(
+        sizes,
+        offset,
+        bounds_smem,
+        shape=out.shape,
+        num_weights=w.shape[0],
+        num_groups=num_groups,
+        block_t=c.block_t,
+        block_n=c.block_n,
+        zero_tail=zero_tail,
+    )
 
     @pl.when(wg == c.consumers)
     def _produce():
@@ -260,7 +247,6 @@ def _body(
         my_rows = pl.ds(wg * c.rows, _ROWS)
         pieces = c.pieces if packed else 1
         products = packed.chunk // _WIDTH // pieces if packed else 1  # of 64 columns, in one piece
-        has_bias = len(bias.shape) == 3
 
         def product(acc, part, slot, j, chunk, piece):
             """acc += weights of a piece of a 128-byte chunk of step j times the tokens."""
@@ -336,58 +322,24 @@ def _body(
             zeros = [plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA) for _ in parts]
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
 
-        def accumulate_by_warps(weight, step):
-            """`accumulate` with the warps' own matrix instruction."""
-
-            def per_step(j, carry):
-                step, accs = carry
-                slot = lax.rem(step, c.stages)
-                start = lax.rem(j * (c.chunks * packed.scales), s_smem.shape[3])
-                plgpu.barrier_wait(full.at[slot])
-                w_refs = [w_smem.at[slot, part, my_rows] for part in parts]
-                s_refs = [s_smem.at[slot, part, my_rows, pl.ds(start, c.chunks * packed.scales)] for part in parts]
-                accs = warp.multiply(accs, w_refs, s_refs, x_smem.at[slot], packed, interpret=interpret)
-                plgpu.barrier_arrive(empty.at[slot])
-                return step + 1, accs
-
-            zeros = [plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA) for _ in parts]
-            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
-
-        def row_vector(row, size):
-            """Where a warpgroup's 64 values lie; past the end of the weight others do, but nothing is stored there."""
-            return pl.ds(jnp.minimum(row, size - _ROWS), _ROWS)
-
-        def finished(value, part, weight, row):
-            """The product with what is the same along a row of the weight: the format's factor and the bias."""
-            group = jnp.maximum(weight, 0)
-            if packed and packed.scale == "e8m0":
-                value = value * packed.factor
-            elif packed and packed.scale == "e4m3":
-                if len(factors.shape) == 2:
-                    which = [i if size > 1 else 0 for i, size in zip((group, part), factors.shape, strict=True)]
-                    value = value * (factors[*which] * packed.factor)
-                else:
-                    per_row = load_rows(factors.at[group, part, row_vector(row, factors.shape[2])])
-                    value = value * lax.broadcast_in_dim(per_row * packed.factor, value.shape, (0,))
-            if has_bias:
-                added = load_rows(bias.at[group, part, row_vector(row, bias.shape[2])])
-                owned = jnp.where(weight >= 0, 1.0, 0.0)
-                value = value + lax.broadcast_in_dim(added * owned, value.shape, (0,))
-            return value
-
         def per_tile(tile, step):
             weight, first, rows, n_tile = tile
             col = n_tile * c.block_n
+            known = [tile_factor(factors, packed, weight, part) for part in parts]
             if packed and not packed.scales:
                 end, values = accumulate_scaled(weight, col, step)
             else:
-                end, values = (accumulate_by_warps if c.warp else accumulate)(weight, step)
-            values = [finished(value, part, weight, col + wg * c.rows) for part, value in enumerate(values)]
+                end, values = accumulate(weight, step)
+            w_row = col + wg * c.rows
+            values = [
+                finished(value, known[part], factors, bias, packed, weight, part, w_row)
+                for part, value in enumerate(values)
+            ]
             value = (gated_product(values[0], values[1], gate) if gate else values[0]).astype(out.dtype)
-            columns, mine = pl.ds(col + wg * c.rows, c.rows), pl.ds(0, c.rows)
-            inside = col + wg * c.rows < n  # single rows are not clipped where a tile reaches over the end of N
-            if c.warp and not interpret:
-                warp.store_rows(value, out, first, rows, col + wg * c.rows, inside)
+            columns, mine = pl.ds(w_row, c.rows), pl.ds(0, c.rows)
+            inside = w_row < n  # single rows are not clipped where a tile reaches over the end of N
+            if c.direct and not interpret:
+                store_rows(value, out, first, rows, w_row, jnp.where(inside, c.rows, 0))
                 return end
             for box in range(boxes):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -416,7 +368,7 @@ def _body(
             return end
 
         each_tile(my_tiles, tile_at, per_tile)
-        if interpret or not c.warp:
+        if interpret or not c.direct:
             plgpu.wait_smem_to_gmem(0)
 
 
@@ -464,14 +416,9 @@ def grouped_matmul_decode(
                 f"w {w.shape} with scales {scales.shape}: rows of w must be multiples of 128 bytes, and rows of scales "
                 "multiples of 16 bytes; pad K."
             )
-        if c.warp:
-            if packed.element != "e2m1":
-                raise ValueError(f"warp=True with {packed.element} weights: it is for 4-bit weights.")
-            x = warp.arrange_columns(x)
-            x_chunks *= warp.WORDS
-        else:
+        if not c.warp:
             x = permute_columns(x, packed)
-            x_chunks *= packed.chunk // _WIDTH
+        x_chunks *= packed.chunk // _WIDTH
         if packed.scales:
             s_smem = plgpu.SMEM((c.stages, parts, c.held_n, max(16, c.chunks * packed.scales)), jnp.uint8)
     if c.rows < _ROWS:  # 64 values are read from any multiple of c.rows
@@ -479,11 +426,17 @@ def grouped_matmul_decode(
             a if a is None or a.ndim < 3 else jnp.pad(a, ((0, 0), (0, 0), (0, _ROWS - c.rows))) for a in (factors, bias)
         )
     unused = jnp.zeros((1,), jnp.float32)
+    if c.warp and (packed is None or packed.element != "e2m1"):
+        raise ValueError("warp=True: it is for 4-bit weights; choose warp=False.")
     boxes = c.block_t // c.box
     x_copies = 1 if packed and boxes == 1 else boxes * x_chunks
     summed = not interpret and group_sizes.shape[0] <= MAX_GROUPS  # by the kernel itself
     sizes = group_sizes.astype(jnp.int32) if summed else make_bounds(group_sizes, c.block_t)
     offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset.astype(jnp.int32).reshape(1)
+    if c.warp:
+        how = dict(config=c, packed=packed, gate=gate, num_groups=group_sizes.shape[0], zero_tail=zero_tail)
+        rest = (unused if a is None else a for a in (factors, bias))
+        return by_warps.run(sizes, offset, x, w, scales, *rest, out_dtype=out_dtype, interpret=interpret, **how)
     arrivals = x_copies + parts * (2 if packed and packed.scales else 1)
     kernel = plgpu.kernel(
         functools.partial(
@@ -506,12 +459,10 @@ def grouped_matmul_decode(
                 w.dtype,
                 transforms=swizzled(w.dtype),
             ),
-            x_smem=plgpu.SMEM((c.stages, x_chunks, c.block_t, warp.WIDTH), x.dtype)
-            if c.warp
-            else row_views((c.stages, x_chunks, c.block_t, _WIDTH), x.dtype, plain=False, interpret=bool(interpret)),
+            x_smem=row_views((c.stages, x_chunks, c.block_t, _WIDTH), x.dtype, plain=False, interpret=bool(interpret)),
             s_smem=s_smem,
             a_smem=plgpu.SMEM((c.consumers, _ROWS, packed.chunk // c.pieces if packed and interpret else 8), x.dtype),
-            out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS) if interpret or not c.warp else (1, 8, 8), out_dtype),
+            out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS) if interpret or not c.direct else (1, 8, 8), out_dtype),
             bounds_smem=plgpu.SMEM((2, num_words(group_sizes.shape[0]) if summed else 8), jnp.int32),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
             empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),

@@ -1,269 +1,277 @@
-"""Few rows times 4-bit weights with the warps' own matrix instruction (m16n8k16), for mosaic_decode_sm90.
+"""Grouped matmul for Hopper, few rows per group, 4-bit weights: by the warps' own matrix instruction (mosaic_warp.py).
 
-Each warp turns 8 weights of a register into BF16, multiplies them with their block's scale and hands them to the matrix
-unit at once: no other warp to wait for, and few registers in use. (The warpgroup's instruction wants many weights in
-registers before it begins, and these stay untouched until it has ended.)
-
-A lane holds 32 consecutive bytes of 128 of a weight's row: 64 elements of E2M1, 4 or 2 block scales. Word q of them has
-elements 8q .. 8q + 7; the pair of its i-th and (i + 4)-th is what four instructions leave in a register. The order of
-a sum does not matter, so the activations' columns are brought in that order (`arrange_columns`), each lane's 16 bytes
-for a word together.
+Blocks, tiles and operands are as in mosaic_decode_sm90.py, which hands over to this kernel. What differs: the products
+are those of single warps, which need no large pieces of dequantised weights; block scales are copied on their own, for
+512 bytes of a weight's row at a time, since 16 bytes of scales cost the copy engine and the memory as much as 128 bytes
+of elements; and a warpgroup brings the activations into the order that the lanes have, so that no kernel has to before.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_dequant import Packed, decoded
+from . import mosaic_warp
+from .bounds import num_words
+from .gate import Gate, gated_product
+from .mosaic_dequant import Packed
+from .mosaic_few_rows import ROWS, finished, store_rows, tile_factor, tiles_of_block
+from .mosaic_sm90 import SWIZZLE, compiler_params, drain, num_sms, swizzled
+from .schedule import each_tile
 
-ROWS = 64  # of a weight, for one warpgroup
-WORDS = 8  # of a lane in 128 bytes
-WIDTH = 32  # elements of a row of activations that belong to one word of each of four lanes
+if TYPE_CHECKING:
+    from .mosaic_decode_sm90 import DecodeConfig
+
+SCALE_CHUNKS = 4  # pieces of 128 bytes of a weight's row whose scales are copied together
+SCALE_STAGES = 2
+ELEMENTS = 2 * SWIZZLE  # of such a piece
 
 
-def arrange_columns(x: jax.Array) -> jax.Array:
-    """x [M, K], K a multiple of 256, as [K / 32, M, 32].
-
-    [8c + q, m, 8t + 2i + b] is column 256c + 64t + 8q + 4b + i: for word q of lane t in 128 bytes c.
-    """
-    m, k = x.shape
-    y = x.reshape(m, k // 256, 4, 8, 2, 4).transpose(1, 3, 0, 2, 5, 4)
-    return y.reshape(k // WIDTH, m, WIDTH)
+def smem_bytes(config: DecodeConfig, packed: Packed, parts: int) -> int:
+    """Shared memory of one block, barriers left out."""
+    c = config
+    stage = c.chunks * (parts * c.block_n + c.block_t * 4) * SWIZZLE
+    return c.stages * stage + SCALE_STAGES * parts * c.block_n * SCALE_CHUNKS * packed.scales
 
 
-def multiply(accs, w_refs, s_refs, x_ref, packed: Packed, *, interpret: bool) -> list[jax.Array]:
-    """accs + weights times activations, for one stage in shared memory.
-
-    accs: float32 [64, T], one of each weight. w_refs: uint8 [64, 128 * chunks]. s_refs: uint8 [64, packed.scales *
-    chunks]. x_ref: BF16 [8 * chunks, T, 32].
-    """
-    chunks = w_refs[0].shape[1] // 128
-    if interpret:
-        x = x_ref[...].astype(jnp.float32)
-        return [acc + _product(w[...], s[...], x, packed) for acc, w, s in zip(accs, w_refs, s_refs, strict=True)]
-    tokens = accs[0].shape[1]
-    parts = len(accs)
-    wg_swizzle = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-    layout = plgpu.Layout.WGMMA
-    results = tuple(plgpu.ShapeDtypeStruct((ROWS, tokens), jnp.float32, layout=layout) for _ in accs)
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            tuple(layout for _ in accs),
-            tuple(plgpu.RefType(wg_swizzle) for _ in accs),
-            tuple(plgpu.RefType() for _ in accs),
-            plgpu.RefType(),
-        ),
-        return_type=results,
+def _body(
+    sizes,
+    offset,
+    x,
+    w,
+    scales,
+    factors,
+    bias,
+    out,
+    w_smem,
+    x_smem,
+    s_smem,
+    bounds_smem,
+    out_smem,
+    full,
+    empty,
+    x_full,
+    x_ready,
+    s_full,
+    s_empty,
+    *,
+    config,
+    packed,
+    gate,
+    num_groups,
+    zero_tail,
+    interpret,
+):
+    c: DecodeConfig = config
+    n = out.shape[1]
+    parts = range(w.shape[1])
+    wide = c.chunks * SWIZZLE
+    steps = pl.cdiv(w.shape[3], wide)
+    # Scales of as many steps as there are in SCALE_CHUNKS pieces come together, in stages of their own.
+    together = max(1, SCALE_CHUNKS // c.chunks)
+    s_width, s_groups = s_smem.shape[3], pl.cdiv(steps, together)
+    wg = lax.axis_index("wg")
+    count, tile_at = tiles_of_block(
+        sizes,
+        offset,
+        bounds_smem,
+        shape=out.shape,
+        num_weights=w.shape[0],
+        num_groups=num_groups,
+        block_t=c.block_t,
+        block_n=c.block_n,
+        zero_tail=zero_tail,
     )
-    def step(ctx, accs, weights, scales, x):
-        del ctx
-        return _emit(accs, weights, scales, x, packed, parts, chunks, tokens // 8)
 
-    return list(step(tuple(accs), tuple(w_refs), tuple(s_refs), x_ref))  # pyright: ignore[reportCallIssue]
+    def steps_of(weight):
+        return jnp.where(weight >= 0, steps, 0)
 
+    def scale_slot(j, step):
+        """Where the scales of a tile's j-th step are; `step` counts the steps of all tiles."""
+        index = lax.div(step, steps) * s_groups + lax.div(j, together)
+        return index, lax.rem(index, SCALE_STAGES)
 
-def _product(data, scales, x, packed: Packed):
-    """What `multiply` adds, for the interpreter. data [64, 128 C], scales [64, C * packed.scales], x [8 C, T, 32]."""
-    values = decoded(data, scales, packed)
-    return jnp.einsum("qnk,qtk->nt", arrange_columns(values).astype(jnp.float32), x, preferred_element_type=jnp.float32)
+    @pl.when(wg == c.consumers)
+    def _produce():
+        def per_tile(tile, step):
+            weight, first, _, n_tile = tile
+            columns = pl.ds(n_tile * c.block_n, c.block_n)
 
+            def copy_scales(j, step):
+                index, slot = scale_slot(j, step)
 
-def store_rows(value: jax.Array, out_ref, first, rows, column, inside):
-    """value [64, T] transposed to out_ref[first : first + min(rows, T), column : column + 64] in device memory.
+                @pl.when(index >= SCALE_STAGES)
+                def _():
+                    plgpu.barrier_wait(s_empty.at[slot])
 
-    inside: whether to store at all. From registers: what few rows come to is too little for copies to be worth it.
-    """
-    split = plgpu.Layout.WG_SPLAT
-    layout = plgpu.Layout.WGMMA
+                for part in parts:
+                    source = scales.at[weight, part, columns, pl.ds(lax.div(j, together) * s_width, s_width)]
+                    plgpu.copy_gmem_to_smem(source, s_smem.at[slot, part], s_full.at[slot])
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), split, split, split))
-    def store(ctx, value, out, first, rows, column):
-        del ctx
-        _emit_store(value, out, *(a.registers.item() for a in (first, rows, column)))
+            def per_step(j, step):
+                slot = lax.rem(step, c.stages)
+                pl.when(lax.rem(j, together) == 0)(lambda: copy_scales(j, step))
 
-    store(plgpu.layout_cast(value, layout), out_ref, first, jnp.where(inside, rows, 0), column)  # pyright: ignore[reportCallIssue]
+                @pl.when(step >= c.stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
 
+                for part in parts:
+                    source = w.at[weight, part, columns, pl.ds(j * wide, wide)]
+                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot, part], full.at[slot])
+                for chunk in range(c.chunks):
+                    source = x.at[pl.ds(first, c.block_t), pl.ds((j * c.chunks + chunk) * ELEMENTS, ELEMENTS)]
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[slot, chunk], x_full.at[slot])
+                return step + 1
 
-def _emit_store(value, out, first, rows, column):
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
+            return lax.fori_loop(0, steps_of(weight), per_step, step)
 
-    i32, i64, i8 = (ir.IntegerType.get_signless(n) for n in (32, 64, 8))
-    utils = mgpu.utils
-    size = utils.bitwidth(value.mlir_dtype) // 8
-    width = out.type.shape[1] if hasattr(out.type, "shape") else ir.MemRefType(out.type).shape[1]
+        end = each_tile(count, tile_at, per_tile)
+        drain(end, c.stages, empty)
+        drain(lax.div(end, steps) * s_groups, SCALE_STAGES, s_empty)
 
-    def const(v):
-        return arith.constant(i32, v)
+    @pl.when(wg == c.consumers + 1 if not interpret else False)
+    def _arrange():
+        def per_tile(tile, step):
+            def per_step(_, step):
+                slot = lax.rem(step, c.stages)
+                plgpu.barrier_wait(x_full.at[slot])
+                mosaic_warp.arrange_in_place(x_smem.at[slot])
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(x_ready.at[slot])
+                return step + 1
 
-    thread = utils.thread_idx()
-    lane, warp = arith.andi(thread, const(31)), arith.andi(arith.shrui(thread, const(5)), const(3))
-    group, quad = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-    token = arith.muli(quad, const(2))
-    at = arith.addi(column, arith.addi(arith.muli(warp, const(16)), group))
-    row = arith.extui(i64, arith.addi(first, token))
-    offset = arith.addi(arith.muli(row, arith.constant(i64, width)), arith.extui(i64, at))
-    pointer = utils.getelementptr(utils.memref_ptr(out), [arith.muli(offset, arith.constant(i64, size))], i8)
-    left = arith.subi(rows, token)  # rows from this lane's first one on; signed
-    registers = value.registers.reshape(value.shape[1] // 8, 2)
-    kind = {2: ("b16", "h"), 4: ("b32", "r")}[size]
-    narrow = ir.IntegerType.get_signless(8 * size)
-    for c in range(registers.shape[0]):
-        for i in range(2):
-            there = arith.extui(i32, arith.cmpi(arith.CmpIPredicate.sgt, left, const(8 * c + i)))
-            for h in range(2):
-                element = vector.extract(registers[c, h], dynamic_position=[], static_position=[i])
-                bits = arith.bitcast(narrow, element)
-                here = utils.getelementptr(pointer, [((8 * c + i) * width + 8 * h) * size], i8)
-                text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.{kind[0]} [$0], $1; }}"
-                llvm.inline_asm(None, [here, bits, there], text, f"l,{kind[1]},r,~{{memory}}", has_side_effects=True)
+            return lax.fori_loop(0, steps_of(tile[0]), per_step, step)
 
+        each_tile(count, tile_at, per_tile)
 
-def _emit(accs, weights, scales, x, packed: Packed, parts: int, chunks: int, columns: int):
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
+    @pl.when(wg < c.consumers)
+    def _multiply():
+        mine = pl.ds(wg * ROWS, ROWS)
 
-    i32, i8, f32 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8), ir.F32Type.get()
-    utils = mgpu.utils
+        def per_tile(tile, step):
+            weight, first, rows, n_tile = tile
+            row = n_tile * c.block_n + wg * ROWS
+            known = [tile_factor(factors, packed, weight, part) for part in parts]
 
-    def const(v):
-        return arith.constant(i32, v)
+            def per_step(j, carry):
+                step, accs = carry
+                slot = lax.rem(step, c.stages)
+                _, s_slot = scale_slot(j, step)
 
-    def loaded(pointer, offset: int, words: int, bits: int = 32):
-        at = utils.getelementptr(pointer, [offset], i8) if offset else pointer
-        if words == 1:
-            return llvm.load(ir.IntegerType.get_signless(bits), at, alignment=bits // 8)
-        value = llvm.load(ir.VectorType.get((words,), i32), at, alignment=4 * words)
-        return [vector.extract(value, dynamic_position=[], static_position=[i]) for i in range(words)]
+                @pl.when(lax.rem(j, together) == 0)
+                def _():
+                    plgpu.barrier_wait(s_full.at[s_slot])
 
-    def asm(outs: int, operands, text: str, kind=i32, letter="r"):
-        outputs, inputs = [f"=&{letter}"] * outs, ["f" if o.type == f32 else "r" for o in operands]
-        if outs == 1:
-            return [llvm.inline_asm(kind, operands, text, ",".join(outputs + inputs))]
-        struct = llvm.StructType.get_literal([kind] * outs)
-        packed_result = llvm.inline_asm(struct, operands, text, ",".join(outputs + inputs))
-        return [llvm.extractvalue(kind, packed_result, [i]) for i in range(outs)]  # pyright: ignore[reportArgumentType]
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.barrier_wait((x_full if interpret else x_ready).at[slot])
+                here = pl.ds(lax.rem(j, together) * (c.chunks * packed.scales), c.chunks * packed.scales)
+                accs = mosaic_warp.multiply(
+                    accs,
+                    [w_smem.at[slot, part, mine] for part in parts],
+                    [s_smem.at[s_slot, part, mine, here] for part in parts],
+                    x_smem.at[slot],
+                    packed,
+                    interpret=interpret,
+                )
+                plgpu.barrier_arrive(empty.at[slot])
 
-    thread = utils.thread_idx()
-    lane, warp = arith.andi(thread, const(31)), arith.andi(arith.shrui(thread, const(5)), const(3))
-    group, quad = arith.shrui(lane, const(2)), arith.andi(lane, const(3))
-    eight_rows = chunks * 1024  # bytes of 8 rows of a weight
-    per_lane = packed.scales // 4
-    pitch = ir.MemRefType(scales[0].type).get_strides_and_offset()[0][0]
+                @pl.when((lax.rem(j, together) == together - 1) | (j == steps - 1))
+                def _():
+                    plgpu.barrier_arrive(s_empty.at[s_slot])
 
-    def bytes_of(*terms):
-        total = None
-        for value, factor in terms:
-            term = arith.muli(value, const(factor)) if factor != 1 else value
-            total = term if total is None else arith.addi(total, term)
-        return total
+                return step + 1, accs
 
-    # 16 bytes lie where the row's number within 8 rows says, by exclusive or; a lane wants the (2t)-th and (2t + 1)-th.
-    first = arith.muli(arith.xori(arith.shli(quad, const(1)), group), const(16))
-    row = bytes_of((warp, 2 * eight_rows), (group, 128))
-    w_at = [arith.addi(row, first), arith.addi(row, arith.xori(first, const(16)))]
-    s_at = bytes_of((warp, 16 * pitch), (group, pitch), (quad, per_lane))
-    x_at = arith.muli(lane, const(16))
-
-    def pointers(refs, offset):
-        return [utils.getelementptr(utils.memref_ptr(r), [offset], i8) for r in refs]
-
-    w_ptrs = [pointers(weights, at) for at in w_at]
-    s_ptrs, (x_ptr,) = pointers(scales, s_at), pointers([x], x_at)
-
-    zero = arith.constant(f32, 0.0)
-    pair = ir.VectorType.get((2,), f32)
-    sums = []  # [part][column][which of two][4]
-    for acc in accs:
-        registers = acc.registers.reshape(columns, 2)
-        sums.append(
-            [
-                [
-                    [
-                        vector.extract(registers[c, h], dynamic_position=[], static_position=[i])
-                        for h in range(2)
-                        for i in range(2)
-                    ],
-                    [zero] * 4,
-                ]
-                for c in range(columns)
+            zeros = plgpu.layout_cast(jnp.zeros((ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA)
+            end, values = lax.fori_loop(0, steps_of(weight), per_step, (step, [zeros for _ in parts]))
+            values = [
+                finished(value, known[part], factors, bias, packed, weight, part, row)
+                for part, value in enumerate(values)
             ]
+            value = (gated_product(values[0], values[1], gate) if gate else values[0]).astype(out.dtype)
+            if not interpret:
+                store_rows(value, out, first, rows, row, jnp.where(row < n, ROWS, 0))
+                return end
+            out_smem.at[wg][...] = value.T
+
+            @pl.when(row < n)
+            def _():
+                def one(r, _):
+                    source = out_smem.at[wg, pl.ds(r, 1)]
+                    plgpu.copy_smem_to_gmem(source, out.at[pl.ds(first + r, 1), pl.ds(row, ROWS)])
+                    return ()
+
+                lax.fori_loop(0, rows, one, ())
+
+            return end
+
+        each_tile(count, tile_at, per_tile)
+
+
+def run(
+    sizes,
+    offset: jax.Array,
+    x: jax.Array,
+    w: jax.Array,
+    scales: jax.Array,
+    factors: jax.Array,
+    bias: jax.Array,
+    *,
+    config: DecodeConfig,
+    packed: Packed,
+    gate: Gate | None,
+    out_dtype,
+    num_groups: int,
+    zero_tail: bool,
+    interpret,
+) -> jax.Array:
+    """What mosaic_decode_sm90.grouped_matmul_decode is called for, with its arguments checked and made whole by it.
+
+    sizes: int32 [groups] or, for more groups than a kernel adds up, their Bounds. factors, bias: [1] where there are
+    none.
+    """
+    c, parts = config, w.shape[1]
+    s_width = max(c.chunks, SCALE_CHUNKS) * packed.scales
+    if interpret:  # what reaches over the end of a row is not filled up with zeros there
+        w, scales = (
+            jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, -a.shape[3] % b)))
+            for a, b in ((w, c.chunks * SWIZZLE), (scales, s_width))
         )
-    for chunk in range(chunks):
-        scale = {}  # (part, half): BF16 scales of two blocks in each register
-        for part in range(parts):
-            for half in range(2):
-                offset = chunk * packed.scales + half * 8 * pitch
-                word = loaded(s_ptrs[part], offset, 1, 8 * per_lane)
-                if per_lane < 4:
-                    word = arith.extui(i32, word)
-                scale[part, half] = asm(per_lane // 2, [word], SCALES[packed.scale])
-        for i in range(2):
-            words = {
-                (part, half): loaded(w_ptrs[i][part], chunk * 1024 + half * eight_rows, 4)
-                for part in range(parts)
-                for half in range(2)
-            }
-            for j in range(4):
-                q = 4 * i + j
-                x_words = [loaded(x_ptr, ((chunk * WORDS + q) * columns + c) * 512, 4) for c in range(columns)]
-                for part in range(parts):
-                    values = []
-                    for half in range(2):
-                        register, upper = _scale_of(packed, q)
-                        text = E2M1.replace("SCALE", "{h, h}" if upper else "{l, l}")
-                        values.append(asm(4, [words[part, half][j], scale[part, half][register]], text))
-                    for k in range(2):
-                        a = [values[half][2 * k + h] for h in range(2) for half in range(2)]
-                        for c in range(columns):
-                            b = x_words[c][2 * k : 2 * k + 2]
-                            sums[part][c][k] = asm(4, [*a, *b, *sums[part][c][k]], MMA, f32, "f")
-    out = []
-    for part, acc in enumerate(accs):
-        registers = acc.registers.copy().reshape(columns, 2)
-        for c in range(columns):
-            total = [arith.addf(p, q) for p, q in zip(*sums[part][c], strict=True)]
-            for h in range(2):
-                value = llvm.mlir_undef(pair)
-                for i in range(2):
-                    value = vector.insert(total[2 * h + i], value, dynamic_position=[], static_position=[i])
-                registers[c, h] = value
-        shape = acc.registers.shape
-        out.append(mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=acc.layout, _is_signed=None))
-    return tuple(out)
-
-
-def _scale_of(packed: Packed, q: int) -> tuple[int, int]:
-    """Which register, and which half of it, has the scale of a lane's q-th word."""
-    block = 8 * q // packed.block
-    return (block % 2, block // 2) if packed.scale == "e4m3" else (0, block)
-
-
-#: A word of 8 elements (n0 lowest) as four BF16 pairs (n_i, n_{i+4}), times one half of the scale pair. Sign and
-#: magnitude of two nibbles of each half are brought into one word, 7 places further apart than they were: then a mask
-#: leaves the pair of one of them, a shift and a mask that of the other.
-E2M1 = """{ .reg .b32 a, b, s; .reg .b16 l, h; mov.b32 {l, h}, $5; mov.b32 s, SCALE;
-shr.u32 a, $4, 6; lop3.b32 a, a, $4, 0x01DC01DC, 0xE4;
-and.b32 b, a, 0x81C081C0; mul.rn.bf16x2 $3, b, s;
-shl.b32 b, a, 4; and.b32 b, b, 0x81C081C0; mul.rn.bf16x2 $2, b, s;
-shl.b32 a, $4, 2; shl.b32 b, $4, 8; lop3.b32 a, a, b, 0x01DC01DC, 0xE4;
-and.b32 b, a, 0x81C081C0; mul.rn.bf16x2 $1, b, s;
-shl.b32 b, a, 4; and.b32 b, b, 0x81C081C0; mul.rn.bf16x2 $0, b, s; }"""
-SCALES = {
-    # Blocks 0 and 2, then 1 and 3. E4M3 bits (a scale has no sign) as BF16 are scale * 2^-120: times 2^127 and 2^100.
-    "e4m3": """{ .reg .b32 a, y, z; mov.b32 y, 0x7F007F00; mov.b32 z, 0x71807180;
-shl.b32 a, $2, 4; and.b32 a, a, 0x0FF00FF0; mul.rn.bf16x2 a, a, y; mul.rn.bf16x2 $0, a, z;
-shr.b32 a, $2, 4; and.b32 a, a, 0x0FF00FF0; mul.rn.bf16x2 a, a, y; mul.rn.bf16x2 $1, a, z; }""",
-    # Bytes become exponents, + 64 and at most that of infinity.
-    "e8m0": """{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, 0x4140; mov.b32 z, 0x00BF00BF; min.u16x2 $0, $0, z;
-mad.lo.u32 $0, $0, 128, 0x20002000; }""",
-}
-MMA = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-)
+    kernel = plgpu.kernel(
+        functools.partial(
+            _body,
+            config=c,
+            packed=packed,
+            gate=gate,
+            num_groups=num_groups,
+            zero_tail=zero_tail,
+            interpret=bool(interpret),
+        ),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), out_dtype),
+        grid=(c.num_blocks or num_sms() * c.per_sm,),
+        grid_names=("block",),
+        num_threads=c.consumers + (1 if interpret else 2),
+        thread_name="wg",
+        scratch_types=dict(
+            w_smem=plgpu.SMEM((c.stages, parts, c.block_n, c.chunks * SWIZZLE), w.dtype, transforms=swizzled(w.dtype)),
+            x_smem=plgpu.SMEM((c.stages, c.chunks, c.block_t, ELEMENTS), x.dtype),
+            s_smem=plgpu.SMEM((SCALE_STAGES, parts, c.block_n, s_width), jnp.uint8),
+            bounds_smem=plgpu.SMEM((2, num_words(num_groups) if isinstance(sizes, jax.Array) else 8), jnp.int32),
+            out_smem=plgpu.SMEM((c.consumers, c.block_t, ROWS) if interpret else (1, 8, 8), out_dtype),
+            full=plgpu.Barrier(num_arrivals=parts, num_barriers=c.stages),
+            empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
+            x_full=plgpu.Barrier(num_arrivals=c.chunks, num_barriers=c.stages),
+            x_ready=plgpu.Barrier(num_arrivals=1, num_barriers=c.stages),
+            s_full=plgpu.Barrier(num_arrivals=parts, num_barriers=SCALE_STAGES),
+            s_empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=SCALE_STAGES),
+        ),
+        compiler_params=compiler_params(),
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(sizes, offset, x, w, scales, factors, bias)
