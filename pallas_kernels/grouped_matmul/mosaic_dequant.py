@@ -70,9 +70,9 @@ def permute_columns(x: jax.Array, packed: Packed) -> jax.Array:
 def _ptx(packed: Packed) -> str:
     """One 32-bit word ($n) to BF16 pairs ($0...) in the lanes' order; the scale pair is the operand after the word.
 
-    What the logic unit does (and, shift) counts double: it takes two cycles for a warp.
+    What the logic unit does (and, shift) counts double: it takes two cycles for a warp. Another can shift to the left.
     """
-    return "\n".join(["{", ".reg .b32 a, b;", *(_e4m3(packed) if packed.element == "e4m3" else _e2m1()), "}"])
+    return E2M1 if packed.element == "e2m1" else "\n".join(["{", ".reg .b32 a, b;", *_e4m3(packed), "}"])
 
 
 def _e4m3(packed: Packed) -> list[str]:
@@ -86,22 +86,6 @@ def _e4m3(packed: Packed) -> list[str]:
             lines.append("mul.rn.bf16x2 a, a, $3;")
         lines.append("mov.b32 b, $2;" if sign is None else f"{sign[0]}.b32 b, $2, {sign[1]};")
         lines.append(f"lop3.b32 ${i}, a, b, 0x80008000, 0x78;")  # a ^ (b & sign)
-    return lines
-
-
-def _e2m1() -> list[str]:
-    """Two elements alone in a word are multiplied by 2^6 + 2^12 (or 2^2 + 2^8), which copies magnitude and sign."""
-    lines = ["shr.b32 b, $4, 8;"]
-    for i, (source, mask, copies) in enumerate(
-        (
-            ("$4", "0x000F000F", 0x1040),
-            ("$4", "0x00F000F0", 0x0104),
-            ("b", "0x000F000F", 0x1040),
-            ("b", "0x00F000F0", 0x0104),
-        )
-    ):
-        lines += [f"and.b32 a, {source}, {mask};", f"mul.lo.u32 a, a, {copies};", "and.b32 a, a, 0x81C081C0;"]
-        lines.append(f"mul.rn.bf16x2 ${i}, a, $5;")
     return lines
 
 
@@ -170,7 +154,7 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool, piece: int 
                             first, second = (i * 16 * packed.per_byte // packed.block for i in (j, j + 1))
                             pick = const(0x4040 + first % 4 + (second % 4 << 8))
                             two = _asm(llvm, i32, [scale_words[first // 4], pick], _E8M0_SCALES)
-                    scale = _asm(llvm, i32, [two], _BROADCAST[j % 2])
+                    scale = _asm(llvm, i32, [two], BROADCAST[j % 2])
                 struct = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * outs)})>")
                 constraints = ",".join(["=&r"] * outs + ["r", "r"])
                 result = llvm.inline_asm(struct, [word, scale], ptx, constraints)
@@ -183,13 +167,23 @@ def dequantise(w_ref, scale_ref, packed: Packed, *, interpret: bool, piece: int 
     return convert(*refs)  # pyright: ignore[reportReturnType]
 
 
+#: A word of 8 elements (n0 lowest) as four BF16 pairs (n_i, n_{i+4}). Sign and magnitude of two nibbles of each half
+#: are brought into one word, 6 places further apart than they were: then a mask leaves the pair of one of them, a shift
+#: and a mask that of the other.
+E2M1 = """{ .reg .b32 a, b;
+shr.u32 a, $4, 6; lop3.b32 a, a, $4, 0x01DC01DC, 0xE4;
+and.b32 b, a, 0x81C081C0; mul.rn.bf16x2 $3, b, $5;
+shl.b32 b, a, 4; and.b32 b, b, 0x81C081C0; mul.rn.bf16x2 $2, b, $5;
+shl.b32 a, $4, 2; shl.b32 b, $4, 8; lop3.b32 a, a, b, 0x01DC01DC, 0xE4;
+and.b32 b, a, 0x81C081C0; mul.rn.bf16x2 $1, b, $5;
+shl.b32 b, a, 4; and.b32 b, b, 0x81C081C0; mul.rn.bf16x2 $0, b, $5; }"""
 # The scales of two words at once, as BF16. E8M0 bytes become exponents, + 64 and at most that of infinity.
 _E8M0_SCALES = """{ .reg .b32 z; mov.b32 z, 0; prmt.b32 $0, $1, z, $2; mov.b32 z, 0x00BF00BF; min.u16x2 $0, $0, z;
 mad.lo.u32 $0, $0, 128, 0x20002000; }"""
 # E4M3 bits (a scale has no sign) as BF16 are scale * 2^-120: times 2^127 and 2^100.
 _E4M3_SCALES = """{ .reg .b32 z, p; mov.b32 z, 0; prmt.b32 p, $1, z, $2; shl.b32 p, p, 4;
 mov.b32 z, 0x7F007F00; mul.rn.bf16x2 p, p, z; mov.b32 z, 0x71807180; mul.rn.bf16x2 $0, p, z; }"""
-_BROADCAST = (  # of one half, which the multiplication takes as it is: no instruction
+BROADCAST = (  # of one half, which the multiplication takes as it is: no instruction
     "{ .reg .b16 a, b; mov.b32 {a, b}, $1; mov.b32 $0, {a, a}; }",
     "{ .reg .b16 a, b; mov.b32 {a, b}, $1; mov.b32 $0, {b, b}; }",
 )

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_dequant import Packed, decoded
+from .mosaic_dequant import BROADCAST, E2M1, Packed, decoded
 from .mosaic_few_rows import ROWS
 
 WORDS = 8  # of a lane in 128 bytes
@@ -101,16 +101,6 @@ def scale_of(packed: Packed, q: int) -> tuple[int, int]:
     return (block % 2, block // 2) if packed.scale == "e4m3" else (0, block)
 
 
-#: A word of 8 elements (n0 lowest) as four BF16 pairs (n_i, n_{i+4}), times one half of the scale pair. Sign and
-#: magnitude of two nibbles of each half are brought into one word, 7 places further apart than they were: then a mask
-#: leaves the pair of one of them, a shift and a mask that of the other.
-E2M1 = """{ .reg .b32 a, b, s; .reg .b16 l, h; mov.b32 {l, h}, $5; mov.b32 s, SCALE;
-shr.u32 a, $4, 6; lop3.b32 a, a, $4, 0x01DC01DC, 0xE4;
-and.b32 b, a, 0x81C081C0; mul.rn.bf16x2 $3, b, s;
-shl.b32 b, a, 4; and.b32 b, b, 0x81C081C0; mul.rn.bf16x2 $2, b, s;
-shl.b32 a, $4, 2; shl.b32 b, $4, 8; lop3.b32 a, a, b, 0x01DC01DC, 0xE4;
-and.b32 b, a, 0x81C081C0; mul.rn.bf16x2 $1, b, s;
-shl.b32 b, a, 4; and.b32 b, b, 0x81C081C0; mul.rn.bf16x2 $0, b, s; }"""
 #: The scales of a lane as BF16 pairs.
 SCALES = {
     # Blocks 0 and 2, then 1 and 3. E4M3 bits (a scale has no sign) as BF16 are scale * 2^-120: times 2^127 and 2^100.
@@ -245,9 +235,11 @@ def _emit_multiply(accs, weights, scales, x, packed: Packed, chunks: int, column
                 }
             x_words = [e.load4(e.pointer(x_ptr, ((chunk * WORDS + q) * columns + c) * 512)) for c in range(columns)]
             register, upper = scale_of(packed, q)
-            text = E2M1.replace("SCALE", "{h, h}" if upper else "{l, l}")
             for part in parts:
-                values = [e.asm(4, [words[part, half][q % 4], scale[part, half][register]], text) for half in range(2)]
+                values = []
+                for half in range(2):
+                    both = e.asm(1, [scale[part, half][register]], BROADCAST[upper])
+                    values.append(e.asm(4, [words[part, half][q % 4], *both], E2M1))
                 for k in range(2):
                     a = [values[half][2 * k + h] for h in range(2) for half in range(2)]
                     for c in range(columns):
