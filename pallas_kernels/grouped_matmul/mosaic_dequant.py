@@ -201,9 +201,9 @@ def decoded(data: jax.Array, scales: jax.Array | None, packed: Packed) -> jax.Ar
     else:
         value = _minifloat(jnp.stack([data & 15, data >> 4], axis=-1).reshape(data.shape[0], -1), 2, 1)
     if scales is not None:
-        scales = scales.astype(jnp.int32)
-        scales = _minifloat(scales, 4, 3) if packed.scale == "e4m3" else jnp.exp2(scales.astype(jnp.float32) - 127.0)
-        value = value * jnp.repeat(scales / packed.factor, packed.block, axis=1)
+        bits = scales.astype(jnp.int32)
+        scale = _minifloat(bits, 4, 3) if packed.scale == "e4m3" else jnp.exp2(bits.astype(jnp.float32) - 127.0)
+        value = value * jnp.repeat(scale / packed.factor, packed.block, axis=1)
     return value.astype(jnp.bfloat16)
 
 
