@@ -22,8 +22,9 @@ from jmoe.experts.gated import gated_projection
 from jmoe.nn import MoE
 from pallas_kernels import decode
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.route import Rule
+from pallas_kernels.route import Rule, choose_experts
 
+DIRECT = False  # whether experts in bfloat16 are multiplied row by row
 AHEAD = False  # whether attention brings the output projection's weights into the L2 cache
 
 
@@ -49,11 +50,22 @@ def why_not(model: Any, batch: int) -> str | None:
     return None
 
 
-def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> decode.Weighted:
-    """The MoE layer for one token: rows [K, D] are copies of it, logits [1, E] the router's, valid [1]."""
+def direct(mlp: MoE, x: jax.Array) -> bool:
+    """Whether the experts' matmuls of one token are kernels of their own, too."""
+    if not DIRECT or mlp.config.activation != "silu" or mlp.config.quant.weights is not None:
+        return False
+    weights = mlp.gate_up[...], mlp.down[...]
+    return decode.experts_obstacle(x, *weights, mlp.config.num_experts_per_tok) is None
+
+
+def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> jax.Array | decode.Weighted:
+    """The MoE layer for one token: rows [1 or K, D] are copies of it, logits [1, E] the router's, valid [1]."""
     config, params = mlp.config, mlp.params
     fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
     rule = Rule(config.num_experts_per_tok, **{f: getattr(config.router, f) for f in fields})
+    if rows.shape[0] == 1:
+        ids, weights = choose_experts(logits, params.correction_bias, rule, valid=valid)
+        return decode.experts(rows, ids[0], weights[0], params.experts.gate_up, params.experts.down)
     weights, places, sizes = decode.route(logits, params.correction_bias, rule, valid=valid)
     hidden = gated_projection(rows, None, params.experts, sizes, config)
     y = grouped_matmul(hidden, params.experts.down, sizes, out_dtype=rows.dtype, zero_tail=False)
@@ -75,7 +87,7 @@ def run_block(layer: Any, x, y, rotation, pair, seen, slot, valid):
     parts, pair = decode.attend(qkv, *norms, rotation, pair, seen, slot, eps=eps, ahead=ahead)
     x = decode.merged_linear(parts, out, x)
     norm, router = scale(layer.post_attention_layernorm), layer.mlp.router[...]
-    how = dict(out_dtype=jnp.float32, copies=layer.mlp.config.num_experts_per_tok)
+    how = dict(out_dtype=jnp.float32, copies=1 if direct(layer.mlp, x) else layer.mlp.config.num_experts_per_tok)
     logits, _, rows = decode.normed_linear(x, norm, router, eps=eps, **how)
     return x, experts(layer.mlp, rows, logits, valid[:, 0]), pair
 

@@ -3,6 +3,8 @@
 from .api import Partial as Partial
 from .api import Weighted as Weighted
 from .api import attend as attend
+from .api import experts as experts
+from .api import experts_obstacle as experts_obstacle
 from .api import merged_linear as merged_linear
 from .api import normed_linear as normed_linear
 from .api import obstacle as obstacle

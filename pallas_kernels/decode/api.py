@@ -99,6 +99,35 @@ def route(
     return pick("decode", implementation, why, kernel, plain, args)
 
 
+def experts(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """One token through its experts: the weighted sum of down[e] . (silu(gate[e] . x) * (up[e] . x)) over e in ids.
+
+    x: [1, D]. ids: int32 [K], -1 for none. weights: float32 [K]. gate_up: [E, 2, F, D]. down: [E, D, F].
+    Returns [1, D] in x's dtype.
+    """
+    if gate_up.shape[0] != down.shape[0] or gate_up.shape[2:] != (down.shape[2], x.shape[1]) or x.shape[0] != 1:
+        raise ValueError(
+            f"experts got x {x.shape}, gate_up {gate_up.shape} and down {down.shape}; it takes [1, D], [E, 2, F, D] "
+            "and [E, D, F]."
+        )
+    why = mosaic_sm90.experts_obstacle(x, gate_up, down, ids.shape[0]) or environment_obstacle()
+    kernel, plain = (lambda a, f=f: f(*a) for f in (mosaic_sm90.run_experts, reference.experts))
+    return pick("decode", implementation, why, kernel, plain, (x, ids, weights, gate_up, down))
+
+
+def experts_obstacle(x: jax.Array, gate_up: jax.Array, down: jax.Array, top_k: int) -> str | None:
+    """Why `experts` has no kernels for these, or None."""
+    return mosaic_sm90.experts_obstacle(x, gate_up, down, top_k) or environment_obstacle()
+
+
 def attend(
     qkv: jax.Array,
     q_scale: jax.Array,

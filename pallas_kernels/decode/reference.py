@@ -43,6 +43,17 @@ def route(rule, logits, bias, valid):
     return jnp.where(valid[:, None], weights, jnp.float32(0))[0], jnp.where(valid, places, -1), sizes
 
 
+def experts(x, ids, weights, gate_up, down):
+    there = ids >= 0
+    chosen = jnp.maximum(ids, 0)
+    f32 = jnp.float32
+    both = jnp.einsum("d,kifd->kif", x[0].astype(f32), gate_up[chosen].astype(f32), precision="highest")
+    hidden = (jax.nn.silu(both[:, 0]) * both[:, 1]).astype(x.dtype)
+    y = jnp.einsum("kf,kdf->kd", hidden.astype(f32), down[chosen].astype(f32), precision="highest")
+    y = jnp.where(there[:, None], y, f32(0)) * jnp.where(there, weights, f32(0))[:, None]
+    return y.sum(0, keepdims=True).astype(x.dtype)
+
+
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Each pair (i, i + h/2) of x [H, h] by its angle; cos, sin [h/2]."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)

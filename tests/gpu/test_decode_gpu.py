@@ -53,6 +53,16 @@ def test_a_weighted_sum_of_rows_is_added_and_the_normed_row_is_copied(rng, outpu
     assert all(error(a, b) < 5e-3 for a, b in zip(kernel, xla, strict=True))
 
 
+@pytest.mark.parametrize("columns,width", [(2048, 768), (7168, 2048)])
+def test_one_tokens_experts(rng, columns, width):
+    gate_up, down = draw(rng, 16, 2, width, columns), draw(rng, 16, columns, width)
+    ids = jnp.asarray(rng.permutation(16)[:8], jnp.int32).at[3].set(-1)
+    weights = jnp.asarray(rng.standard_normal(8), jnp.float32).at[3].set(jnp.nan)
+    scale = jnp.asarray(columns**-0.5, jnp.bfloat16)
+    kernel, xla = both(decode.experts, draw(rng, 1, columns), ids, weights, gate_up * scale, down * scale)
+    assert error(kernel, xla) < 6e-3
+
+
 @pytest.mark.parametrize("experts,rule", [(128, Rule(8)), (256, Rule(8, score="sigmoid", num_groups=8, group_topk=4))])
 @pytest.mark.parametrize("valid", [True, False])
 def test_experts_of_one_token_and_their_places(rng, experts, rule, valid):
