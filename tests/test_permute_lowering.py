@@ -11,7 +11,6 @@ from jmoe import compat
 from jmoe.config import MoEConfig
 from jmoe.layer import build_moe, moe
 from jmoe.params import init_params
-from pallas_kernels.grouped_matmul.schedule import tile_schedule
 from pallas_kernels.permute import combine_rows, gather_dequantized, gather_rows, rank_slots, sort_by_expert
 from pallas_kernels.permute.thread import CONFIRMED, pick
 from pallas_kernels.quantize import quantize
@@ -48,7 +47,6 @@ X, IDS, W = ((64, 256), jnp.bfloat16), ((64, 8), jnp.int32), ((64, 8), jnp.float
         (lambda ids: rank_slots(ids, num_ranks=4, num_local=32, capacity=64, **KERNEL), [IDS], 1),
         (lambda y, p, w: combine_rows(y, p, w, **KERNEL), [((512, 256), jnp.bfloat16), IDS, W], 1),
         (lambda x: choose_experts(x, None, Rule(8), **KERNEL), [((64, 128), jnp.float32)], 1),
-        (lambda s: tile_schedule(s, num_rows=512, block=64, **KERNEL), [((128,), jnp.int32)], 1),
     ],
 )
 def test_each_is_one_kernel_or_two(f, shapes, kernels):

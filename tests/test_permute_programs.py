@@ -5,8 +5,6 @@ import numpy as np
 import permute_emulator
 import pytest
 
-from pallas_kernels.grouped_matmul import mosaic_schedule
-from pallas_kernels.grouped_matmul.schedule import _tile_schedule, max_tiles
 from pallas_kernels.permute import mosaic_rows, mosaic_slots, mosaic_sort
 from pallas_kernels.permute.rows import _sum_of_rows, _take
 from pallas_kernels.permute.slots import _rank_slots
@@ -16,7 +14,7 @@ from pallas_kernels.quantize import dequantize, quantize
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
-    permute_emulator.install(monkeypatch, mosaic_sort, mosaic_rows, mosaic_slots, mosaic_schedule)
+    permute_emulator.install(monkeypatch, mosaic_sort, mosaic_rows, mosaic_slots)
 
 
 @pytest.mark.parametrize("run", ["one block", "several blocks"])
@@ -102,22 +100,6 @@ def test_combine_kernel_adds_in_order_and_skips_empty_places(rng, dtype, out, k)
     weights = jnp.asarray(np.where(position < 0, np.nan, rng.standard_normal((17, k))), jnp.float32)
     got = mosaic_rows.run_combine(y, position, weights, out_dtype=out)
     np.testing.assert_array_equal(got, _sum_of_rows(y, position, weights, out))
-
-
-@pytest.mark.parametrize(
-    "groups,rows,block,offset", [(128, 8, 16, None), (5, 900, 64, None), (70, 3000, 128, 3), (3, 5, 8, 0)]
-)
-def test_schedule_kernel_equals_the_xla_schedule(rng, groups, rows, block, offset):
-    full = rng.multinomial(rows, np.ones(groups) / groups)
-    weights = groups if offset is None else groups - 2
-    tiles = max_tiles(rows, groups, block)
-    task = mosaic_schedule.Task(groups, rows, block, weights, tiles, offset is not None)
-    offset = None if offset is None else jnp.int32(offset)
-    for sizes in (full, full // 2, np.where(np.arange(groups) % 3 == 1, full, 0), full - 3, full * 2, full * 0):
-        sizes = jnp.asarray(sizes, jnp.int32)
-        expected = _tile_schedule(sizes, offset, rows, block, weights)
-        for name, got in zip(expected._fields, mosaic_schedule.run_schedule(task, sizes, offset), strict=True):
-            np.testing.assert_array_equal(got, getattr(expected, name), err_msg=name)
 
 
 @pytest.mark.parametrize("tokens,k,ranks,local", [(1, 8, 2, 64), (130, 3, 4, 5), (3000, 8, 2, 4), (64, 8, 16, 2)])

@@ -18,7 +18,7 @@ from jax import lax
 
 from ..quantize import FORMATS, BlockFormat, QTensor, dequantize
 from . import tuning
-from .schedule import held_bounds, tile_schedule
+from .schedule import held_bounds
 
 if TYPE_CHECKING:
     from .gate import Gate
@@ -120,11 +120,8 @@ def _direct(kernel, x, w, group_sizes, group_offset, out_dtype, *, n=None, **opt
 
     m, k = x.shape
     c = _config(kernel, Config, str(w.dtype), m, w.shape[0], n or w.shape[1], k)
-    x = _pad_rows(x, BOX)
-    schedule = tile_schedule(
-        group_sizes, num_rows=x.shape[0], block=c.block_m, group_offset=group_offset, num_weights=w.shape[0]
-    )
-    return grouped_matmul(x, w, schedule, config=c, out_dtype=jnp.dtype(out_dtype), **options)[:m]
+    how: Any = dict(config=c, out_dtype=jnp.dtype(out_dtype), **options)
+    return grouped_matmul(_pad_rows(x, BOX), w, group_sizes, group_offset, **how)[:m]
 
 
 def _exchanged(x, w, group_sizes, group_offset, out_dtype, *, gate=None, bias=None, **options) -> jax.Array:
@@ -182,13 +179,8 @@ def _fp8(x, w, group_sizes, group_offset, out_dtype, **options) -> jax.Array:
     m, n = x.shape[0], w.shape[1]
     c = _config("fp8", Fp8Config, "fp8_128x128", m, w.shape[0], n, x.shape[1])
     data, scale = _pad_rows(x.data, BOX), _pad_rows(x.block_scale, BOX)
-    schedule = tile_schedule(
-        group_sizes, num_rows=data.shape[0], block=c.block_m, group_offset=group_offset, num_weights=w.shape[0]
-    )
-    out = grouped_matmul_fp8(
-        data, scale, w.data, w.block_scale, schedule, config=c, out_dtype=jnp.dtype(out_dtype), **options
-    )
-    return out[:m]
+    how: Any = dict(config=c, out_dtype=jnp.dtype(out_dtype), **options)
+    return grouped_matmul_fp8(data, scale, w.data, w.block_scale, group_sizes, group_offset, **how)[:m]
 
 
 def dlhs(dy, w, group_sizes, *, group_offset=None, out_dtype, interpret=None) -> jax.Array:

@@ -28,39 +28,34 @@ from .mosaic_sm90 import (
     load_rows,
     nth_tile,
     num_sms,
+    offset_of,
     row_views,
     shares,
     store_box,
     store_rows,
     swizzled,
+    tables,
+    tiles_of,
     tiles_of_block,
     walk,
     wasteful,
 )
-from .schedule import Schedule, each_tile, num_tiles, read_boxes
+from .schedule import each_tile
+from .tiles import find_tile, num_tiles, read_boxes, uneven
 
 _BLOCK = 128  # columns of K under one scale, and the depth of one stage
 _TILE_N = 128  # columns of a tile, under one scale of the weights
-_QUAD = 4  # floats in 16 bytes, the least that the copy engine moves and what its places are multiples of
-_LINE = 32  # floats in 128 bytes, which places in shared memory that the copy engine writes are multiples of
-_SCALES = 4 * BOX  # floats in shared memory for the row scales of a stage's boxes, or of its last one
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Config:
-    """Tiles of block_m x 128. cluster, band, stages, out_slots: as in mosaic_sm90.Config.
-
-    staged: scales come through shared memory with the stage they belong to (one output slot is then what fits), instead
-    of through registers a step ahead, where they queue behind the copies that are under way. Not yet seen to work on a
-    GPU.
-    """
+    """Tiles of block_m x 128. cluster, band, stages, out_slots: as in mosaic_sm90.Config."""
 
     block_m: int = 256
     stages: int = 4
     cluster: int = 2
     band: int = 0
     out_slots: int = 2
-    staged: bool = False
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -73,7 +68,7 @@ class Fp8Config:
 
     def smem_bytes(self) -> int:
         """Shared memory of one block with BF16 results, barriers left out."""
-        stage = (self.block_m + _TILE_N) * _BLOCK + (2 * _SCALES + _LINE) * 4 * self.staged
+        stage = (self.block_m + _TILE_N) * _BLOCK
         return self.stages * stage + CONSUMERS * self.out_slots * BOX * SWIZZLE
 
 
@@ -153,21 +148,22 @@ def _ptx(columns: int, a_step: int, b_step: int) -> str:
 
 
 def _body(
-    schedule,
+    sizes,
+    offset,
     x,
     sx,
     w,
     sw,
     out,
+    tiles_smem,
     a_smem,
     b_smem,
     out_smem,
     full,
     empty,
-    sx_smem: Any = None,
-    sw_smem: Any = None,
     *,
     config: Fp8Config,
+    num_groups,
     zero_tail,
     interpret,
 ):
@@ -179,24 +175,31 @@ def _body(
     max_boxes = c.block_m // BOX
     n_tiles = pl.cdiv(n, _TILE_N * c.cluster)
     wg = lax.axis_index("wg")
-    num_m = num_tiles(schedule, x.shape[0], c.block_m, zero_tail=zero_tail)
-    my_tiles = tiles_of_block(num_m * n_tiles)
+    tiles = tiles_of(sizes, tiles_smem, c.block_m, 0)
+    groups = dict(num_groups=num_groups, num_rows=out.shape[0], block=c.block_m)
 
-    def tile_at(i):
-        m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
-        if c.cluster > 1:
-            n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        return *read_boxes(schedule, m_tile, c.block_m, BOX), n_tile
+    def tiles_here():
+        """As in mosaic_sm90."""
+        num_m = num_tiles(tiles, **groups, zero_tail=zero_tail)
+        count, held = tiles_of_block(num_m * n_tiles), dict(num_weights=w.shape[0], group_offset=offset[0])
+        turned = (lax.rem(lax.axis_index("block"), 2) == 1) & uneven(tiles, num_groups)
 
-    boxes_before = c.block_m - BOX  # rows of all boxes but the last
+        def tile_at(i):
+            i = jnp.where(turned, jnp.maximum(count - 1 - i, 0), i)
+            m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
+            tile = find_tile(tiles, m_tile, **groups, **held)
+            if c.cluster > 1:
+                n_tile = n_tile * c.cluster + lax.axis_index("cluster")
+            return *read_boxes(tile, c.block_m, BOX), n_tile
+
+        return count, tile_at
+
     last_block = sw.shape[1] - 1
-
-    def quad(row):
-        return lax.div(row, _QUAD) * _QUAD
 
     @pl.when(wg == CONSUMERS)
     def _produce():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(48, action="decrease")
+        my_tiles, tile_at = tiles_here()
 
         def per_tile(tile, step):
             weight, first, last, boxes, _, n_tile = tile
@@ -217,13 +220,6 @@ def _body(
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
                 columns = pl.ds(n_tile * _TILE_N, _TILE_N)
                 plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
-                if c.staged:
-                    for which, (row, width) in enumerate(((first, boxes_before), (last, BOX))):
-                        source = sx.at[j, pl.ds(quad(row), width + _QUAD)]
-                        target = sx_smem.at[slot, which, pl.ds(0, width + _QUAD)]
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
-                    source = sw.at[weight, jnp.minimum(n_tile, last_block), pl.ds(quad(j), _QUAD)]
-                    plgpu.copy_gmem_to_smem(source, sw_smem.at[slot, pl.ds(0, _QUAD)], full.at[slot])
                 return step + 1
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
@@ -232,7 +228,8 @@ def _body(
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(224, action="increase")
+        my_tiles, tile_at = tiles_here()
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
 
         def tile_of(boxes, tile, step, steps):
@@ -247,20 +244,14 @@ def _body(
                 scale = sw[jnp.maximum(weight, 0), jnp.minimum(n_tile, last_block), at]
                 return scale, [load_rows(sx.at[at, pl.ds(row, BOX)]) for row in rows_of]
 
-            def staged(slot, j, box, row):
-                """Row scales [64] of a box times the weights' scale."""
-                at = jnp.where(box < boxes - 1, row - quad(first), row - quad(last))
-                rows = sx_smem.at[slot, jnp.where(box < boxes - 1, 0, 1), pl.ds(at, BOX)]
-                return load_rows(rows) * sw_smem[slot, lax.rem(j, _QUAD)]
-
             def per_step(j, carry):
                 step, now, totals = carry
                 slot = lax.rem(step, c.stages)
-                following = now if c.staged else read(j + 1)
+                following = read(j + 1)
                 plgpu.barrier_wait(full.at[slot])
                 new = []
                 for i, (box, first_column, columns) in enumerate(work):
-                    factor = staged(slot, j, box, rows_of[i]) if c.staged else now[1][i] * now[0]
+                    factor = now[1][i] * now[0]
                     a, b = a_smem.at[slot, pl.ds(box * BOX, BOX)], b_smem.at[slot, pl.ds(first_column, columns)]
                     part = _product(a, b, interpret=interpret)
                     if i + 1 == len(work):
@@ -271,7 +262,7 @@ def _body(
             zeros = [
                 plgpu.layout_cast(jnp.zeros((BOX, columns), jnp.float32), plgpu.Layout.WGMMA) for _, _, columns in work
             ]
-            _, _, totals = lax.fori_loop(0, steps, per_step, (step, () if c.staged else read(0), zeros))
+            _, _, totals = lax.fori_loop(0, steps, per_step, (step, read(0), zeros))
             chunk = 0
             for row, (_, first_column, columns), total in zip(rows_of, work, totals, strict=True):
                 value = total.astype(out.dtype)
@@ -303,7 +294,8 @@ def grouped_matmul_fp8(
     sx: jax.Array,  # float32 [M, K / 128]
     w: jax.Array,  # float8_e4m3fn [G, N, K]
     sw: jax.Array,  # float32 [G, N / 128, K / 128]
-    schedule: Schedule,  # for block=config.block_m
+    group_sizes: jax.Array,  # int32 [groups]
+    group_offset: jax.Array | None = None,  # int32 [], the group that w[0] belongs to
     *,
     config: Fp8Config = Fp8Config(),  # noqa: B008
     out_dtype=jnp.bfloat16,
@@ -324,11 +316,15 @@ def grouped_matmul_fp8(
     else:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
     out_shape = (CONSUMERS, c.out_slots, BOX, SWIZZLE // out_dtype.itemsize)
-    scales = dict(
-        sx_smem=plgpu.SMEM((c.stages, 2, _SCALES), jnp.float32), sw_smem=plgpu.SMEM((c.stages, _LINE), jnp.float32)
-    )
+    sizes, tiles_smem = tables(group_sizes, c.block_m, 0, interpret)
     kernel = plgpu.kernel(
-        functools.partial(_body, config=c, zero_tail=zero_tail, interpret=bool(interpret)),
+        functools.partial(
+            _body,
+            config=c,
+            num_groups=group_sizes.shape[0],
+            zero_tail=zero_tail,
+            interpret=bool(interpret),
+        ),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() // c.cluster,),
         grid_names=("block",),
@@ -337,17 +333,15 @@ def grouped_matmul_fp8(
         num_threads=CONSUMERS + 1,
         thread_name="wg",
         scratch_types=dict(
+            tiles_smem=tiles_smem,
             a_smem=row_views((c.stages, c.block_m, _BLOCK), x.dtype, plain=False, interpret=bool(interpret)),
             b_smem=plgpu.SMEM((c.stages, _TILE_N, _BLOCK), w.dtype, transforms=swizzled(w.dtype)),
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
-            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + (4 if c.staged else 1), num_barriers=c.stages),
+            full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 1, num_barriers=c.stages),
             empty=empty,
-            **(scales if c.staged else {}),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    # A box at the end of the rows may reach past them.
-    sx = jnp.pad(sx.T, ((0, 0), (0, BOX + -m % _QUAD)))
-    sw = jnp.pad(sw, ((0, 0), (0, 0), (0, -sw.shape[2] % _QUAD)))
-    return kernel(schedule, x, sx, w, sw)
+    sx = jnp.pad(sx.T, ((0, 0), (0, BOX)))  # a box at the end of the rows may reach past them
+    return kernel(sizes, offset_of(group_offset), x, sx, w, sw)

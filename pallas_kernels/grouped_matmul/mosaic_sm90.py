@@ -2,7 +2,7 @@
 
 Persistent and warp-specialised. Each block of three warpgroups loops over output tiles of block_m x block_n: one
 warpgroup feeds a ring of shared-memory stages through TMA, running ahead into the next tile while the other two
-multiply and store. A tile's rows come as boxes of 64 rows (schedule.py), so ragged groups need no masks and no other
+multiply and store. A tile's rows come as boxes of 64 rows (tiles.py), so ragged groups need no masks and no other
 store than a full box; only groups with fewer than 64 rows are stored row by row. A tile at the end of a group has as
 many boxes as its rows need: the two warpgroups take half of the boxes each, and half the columns of an odd one.
 
@@ -23,9 +23,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .gate import Gate, gated_product
-from .schedule import Schedule, each_tile, num_tiles, read_boxes, read_pair
+from .schedule import each_tile
+from .tiles import MAX_GROUPS, Tiles, find_tile, make_tiles, num_tiles, read_boxes, read_pair, uneven, write_tiles
 
 BOX = 64
+_SLAB_STEP = 16
 SWIZZLE = 128
 CONSUMERS = 2
 SMEM_BYTES = 227 * 1024
@@ -45,7 +47,9 @@ class Config:
     group has rows for two blocks "weights" (of a cluster of two). band: columns of tiles walked together before moving
     along N (0: all), which decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins
     before the other, so that one stores while the other multiplies; less than stages. prefetch: steps for which
-    weights are called into the L2 cache at a time, as many steps ahead of the copies; up to 4, 0 for none.
+    weights are called into the L2 cache at a time, as many steps ahead of the copies; up to 4, 0 for none. slab: with
+    shared weights, the most rows of a group beyond whole pairs of blocks that make one tile of both (see tiles.py), on
+    the matrix unit's N side; 0: block_m, as boxes.
     """
 
     block_n: int = 256
@@ -58,6 +62,7 @@ class Config:
     out_slots: int = 2
     lead: int = 0
     prefetch: int = 0
+    slab: int = 0
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -74,19 +79,42 @@ class Config:
             raise ValueError(f"lead={self.lead}: choose 0 to {self.stages}, the stages; none gets further alone.")
         if not 0 <= self.prefetch * self.block_k <= 256:
             raise ValueError(f"prefetch={self.prefetch}: choose 0 to 4.")
+        fits = self.slab % _SLAB_STEP == 0 and self.block_m <= self.slab < 3 * BOX
+        if self.slab and (not fits or (self.share, self.block_n) != ("weights", 256)):
+            raise ValueError(
+                f"slab={self.slab}: choose a multiple of {_SLAB_STEP} from {self.block_m} up, below {3 * BOX}; it goes "
+                "with share='weights' and block_n=256."
+            )
         if self.share == "weights" and (self.cluster, self.block_m) != (2, 2 * BOX):
             raise ValueError(
                 f"share='weights' with cluster={self.cluster}, block_m={self.block_m}: it is for clusters of two "
                 f"blocks of {2 * BOX} rows."
             )
 
-    def fitted(self, tiles: int) -> Config:
+    def fitted(self, tiles: int, out_dtype=jnp.bfloat16) -> Config:
         """For `tiles` tiles along N: without a cluster, of which one block would have nothing to do too often."""
-        return dataclasses.replace(self, cluster=1, share="rows") if wasteful(self.cluster, tiles) else self
+        if wasteful(self.cluster, tiles):
+            return dataclasses.replace(self, cluster=1, share="rows", slab=0)
+        return self if jnp.dtype(out_dtype).itemsize == 2 else dataclasses.replace(self, slab=0)
+
+    @property
+    def pair_slab(self) -> int:
+        """What tiles.py calls slab."""
+        return (self.slab or self.block_m) if self.share == "weights" else 0
+
+    @property
+    def held_m(self) -> int:
+        """Rows of x in a stage."""
+        return max(self.block_m, self.slab)
+
+    @property
+    def slabs(self) -> range:
+        """The rows that slabs are rounded up to: each is a program of its own."""
+        return range(BOX + _SLAB_STEP, self.slab + 1, _SLAB_STEP)
 
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
-        stage = (self.block_m + self.block_n) * self.block_k * itemsize
+        stage = (self.held_m + self.block_n) * self.block_k * itemsize
         return self.stages * stage + CONSUMERS * self.out_slots * BOX * 64 * 2
 
 
@@ -161,18 +189,19 @@ def arrive(barrier, *, cluster: int, interpret: bool):
     plgpu.barrier_arrive(barrier)
 
 
-def prefetch(windows, tile, following, step, width: int, k_steps: int):
-    """Calls the weights of `width` steps into the L2 cache, once in as many, that much ahead of the copies.
+def prefetch(windows, tile, following, step, width: int, k_steps: int, due):
+    """Calls a part of the weights of `width` steps into the L2 cache, all parts in as many steps, that much ahead.
 
-    Wide windows are long runs of a weight's rows, which memory serves better than the copies' 128 bytes.
-    windows(weight, n_tile, first step, steps): slices of the weights. Past this tile's last window comes the next tile.
+    Wide windows are long runs of a weight's rows, which memory serves better than the copies' 128 bytes; parts, because
+    the copies wait while one is fetched. windows(weight, n_tile, first step, part): slices of the weights. Past this
+    tile's last window comes the next tile.
     """
     index = lax.div(step, width) + 1
     here = index < pl.cdiv(k_steps, width)
     weight, n_tile = (jnp.where(here, tile[i], following[i]) for i in (0, -1))
-    for window in windows(jnp.maximum(weight, 0), n_tile, jnp.where(here, index * width, 0), width):
-        due = (weight >= 0) & (lax.rem(step, width) == 0)
-        plgpu.async_prefetch(window, predicate=due)  # pyright: ignore[reportCallIssue]
+    part = lax.rem(step, width)
+    for window in windows(jnp.maximum(weight, 0), n_tile, jnp.where(here, index * width, 0), part):
+        plgpu.async_prefetch(window, predicate=(weight >= 0) & due)  # pyright: ignore[reportCallIssue]
 
 
 def follow(wg, ahead):
@@ -245,6 +274,49 @@ def store_rows(value, first_row, rows, columns, out_gmem, write_view, box_view, 
         lax.fori_loop(0, rows, one, ())
 
 
+def held_by(slab_rows, held: int):
+    """Whether a slab of so many rows is one of those that are rounded up to `held`."""
+    return (slab_rows > held - _SLAB_STEP) & (slab_rows <= held)
+
+
+def store_slab(value, first_row, rows, columns, out_gmem, write_view, box_view, row_view):
+    """Stores value [64, C] transposed at out[first_row:, columns]: all C rows of `out`, or if given the first `rows`.
+
+    What is beyond whole runs of 8 rows goes row by row.
+    """
+    count = value.shape[1]
+
+    def write(view, value):
+        value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+        view.at[pl.ds(0, value.shape[1])].T[...] = value
+        plgpu.commit_smem()
+
+    def copy(source, start, size, row):
+        target = out_gmem.at[pl.ds(first_row + row, size), columns]
+        plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], target)
+
+    write(write_view, value)
+    if rows is None:
+        copy(box_view, 0, count, 0)
+        return
+    for start in range(0, count, 8):
+        pl.when(rows >= start + 8)(functools.partial(copy, box_view, start, 8, start))
+    left = lax.rem(rows, 8)
+
+    @pl.when((left > 0) & (rows > 0))
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the whole runs are read from the same bytes
+        last = count - min(count, _SLAB_STEP)
+        write(row_view, value[:, last:])
+
+        def one(i, _):
+            row = rows - left + i
+            copy(row_view, row - last, 1, row)
+            return ()
+
+        lax.fori_loop(0, left, one, ())
+
+
 def columns_halve(width: int) -> bool:
     """Whether the warpgroups can take half the columns each, in the chunks of 64 that are stored."""
     return width % (CONSUMERS * 64) == 0
@@ -262,11 +334,46 @@ def shares(boxes: int, wg, width: int) -> list[tuple[Any, Any, int]]:
     return [(wg * whole + i, 0, width) for i in range(whole)] + [(boxes - 1, wg * half, half)] * odd
 
 
+def tables(group_sizes: jax.Array, block: int, slab: int, interpret) -> tuple[Any, Any]:
+    """(operand, scratch) of a kernel that finds its tiles by `tiles_of`: the sizes, or where it cannot add them up
+    itself, the tables that XLA has made."""
+    groups = group_sizes.shape[0]
+    if interpret or groups > MAX_GROUPS:
+        return make_tiles(group_sizes, block, slab), plgpu.SMEM((8,), jnp.int32)
+    return group_sizes.astype(jnp.int32), plgpu.SMEM((4, groups + 1), jnp.int32)
+
+
+def offset_of(group_offset: jax.Array | None) -> jax.Array:
+    """A group's offset, 0 for None, as kernels take it."""
+    return jnp.zeros((1,), jnp.int32) if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(1)
+
+
+def tiles_of(sizes, scratch, block: int, slab: int) -> Tiles:
+    """The tables of a kernel's tiles, from its operand and scratch; by all threads of a block together."""
+    if isinstance(sizes, Tiles):
+        return sizes
+    from ..permute.thread import Pointer, Thread
+
+    words = scratch.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def write(ctx, sizes, scratch):
+        del ctx
+        start = Pointer(scratch, shared=True)
+        added, *rest = (start.at(None, 0, 4 * words * i) for i in range(4))
+        write_tiles(Thread(), words - 1, block, slab, Pointer(sizes), added, rest)
+
+    write(sizes, scratch)  # pyright: ignore[reportCallIssue]
+    return Tiles(*(scratch.at[i] for i in range(1, 4)))
+
+
 def _body(
-    schedule,
+    sizes,
+    offset,
     x,
     w,
     out,
+    tiles_smem,
     a_smem,
     b_smem,
     out_smem,
@@ -277,11 +384,12 @@ def _body(
     config,
     gate,
     transposed,
+    num_groups,
     zero_tail,
     interpret,
 ):
     c: Config = config
-    _, k = x.shape
+    m, k = x.shape
     _, n = out.shape
     parts = 2 if gate else 1
     tile_n = c.block_n // parts
@@ -291,30 +399,48 @@ def _body(
     max_boxes = c.block_m // BOX
     n_tiles = pl.cdiv(n, tile_n * c.cluster)
     wg = lax.axis_index("wg")
-    num_m = num_tiles(schedule, x.shape[0], c.block_m, zero_tail=zero_tail)
-    my_tiles = tiles_of_block(num_m * n_tiles)
+    tiles = tiles_of(sizes, tiles_smem, c.block_m, c.pair_slab)
+    groups = dict(num_groups=num_groups, num_rows=m, block=c.block_m)
 
-    def tile_at(i):
-        m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
-        if c.share == "weights":
-            paired, side, rows = read_pair(schedule, m_tile, lax.axis_index("cluster"), c.block_m, BOX)
-            return *rows, paired, n_tile * 2 + side
-        if c.cluster > 1:
-            n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-        return *read_boxes(schedule, m_tile, c.block_m, BOX), jnp.bool_(False), n_tile
+    def tiles_here():
+        """(how many tiles this block has, what a tile of them is). Asked in either role: less to keep in registers."""
+        num_m = num_tiles(tiles, **groups, slab=c.pair_slab, zero_tail=zero_tail)
+        count, held = tiles_of_block(num_m * n_tiles), dict(num_weights=w.shape[0], group_offset=offset[0])
+        turned = (lax.rem(lax.axis_index("block"), 2) == 1) & uneven(tiles, num_groups)
+
+        def tile_at(i):
+            i = jnp.where(turned, jnp.maximum(count - 1 - i, 0), i)
+            m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
+            tile = find_tile(tiles, m_tile, **groups, **held)
+            if c.share == "weights":
+                rank = lax.axis_index("cluster")
+                paired, side, slab_rows, boxes = read_pair(tile, rank, c.block_m, c.pair_slab, BOX)
+                slab_rows = jnp.where(slab_rows > BOX, slab_rows, 0) if c.slab else jnp.int32(0)
+                return *boxes, slab_rows, paired, n_tile * 2 + side
+            if c.cluster > 1:
+                n_tile = n_tile * c.cluster + lax.axis_index("cluster")
+            return *read_boxes(tile, c.block_m, BOX), jnp.int32(0), jnp.bool_(False), n_tile
+
+        return count, tile_at
 
     @pl.when(wg == CONSUMERS)
     def _produce():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(48, action="decrease")
+        my_tiles, tile_at = tiles_here()
 
-        def weights(weight, n_tile, j, steps=1):
-            ks, columns = pl.ds(j * c.block_k, steps * c.block_k), pl.ds(n_tile * tile_n, tile_n)
+        def weights(weight, n_tile, j, steps=1, piece=None):
+            """Slices of the weights for `steps` steps, or the piece-th of as many pieces of them."""
+            start, count = n_tile * tile_n, tile_n
             if transposed:
-                return [w.at[weight, ks, columns]]
+                j, steps = (j, steps) if piece is None else (j + piece, 1)
+                return [w.at[weight, pl.ds(j * c.block_k, steps * c.block_k), pl.ds(start, count)]]
+            if piece is not None:
+                start, count = start + piece * (tile_n // steps), tile_n // steps
+            ks, columns = pl.ds(j * c.block_k, steps * c.block_k), pl.ds(start, count)
             return [w.at[weight, part, columns, ks] for part in range(parts)] if gate else [w.at[weight, columns, ks]]
 
         def per_tile(i, tile, step):
-            weight, first, last, boxes, _, paired, n_tile = tile
+            weight, first, last, boxes, _, slab_rows, paired, n_tile = tile
             following = tile_at(i + 1)
 
             def per_step(j, step):
@@ -327,23 +453,49 @@ def _body(
                 ks = pl.ds(j * c.block_k, c.block_k)
                 together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
 
+                def copy_rows(row, at, rows: int, needed, shared: Any):
+                    source, target = x.at[pl.ds(row, rows), ks], a_load.at[slot, pl.ds(at, rows)]
+                    if needed is None or not interpret:
+                        needed = {} if needed is None else dict(predicate=needed)
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared, **needed)
+                    else:  # the interpreter has no predicates
+                        pl.when(needed)(lambda: plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared))
+                        pl.when(jnp.logical_not(needed))(lambda: plgpu.barrier_arrive(full.at[slot]))
+
+                def load_slab(shared: Any):
+                    copy_rows(first, 0, BOX, None, shared)
+                    for held in c.slabs:
+                        here = held_by(slab_rows, held)
+                        pl.when(here)(functools.partial(copy_rows, first + BOX, BOX, held - BOX, None, shared))
+
                 def load(rows_shared: Any, weights_shared: Any):
                     for box in range(max_boxes):
                         row = jnp.where(box < boxes - 1, first + box * BOX, last)
-                        source, target = x.at[pl.ds(row, BOX), ks], a_load.at[slot, pl.ds(box * BOX, BOX)]
-                        needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot], **rows_shared, **needed)
+                        copy_rows(row, box * BOX, BOX, box < boxes if box else None, rows_shared)
+                    load_weights(weights_shared)
+
+                def load_weights(weights_shared: Any):
                     for part, window in enumerate(weights(weight, n_tile, j)):
                         target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)] if gate else b_smem.at[slot]
                         plgpu.copy_gmem_to_smem(window, target, full.at[slot], **weights_shared)
 
                 if c.share == "weights":
                     pl.when(paired)(lambda: load({}, together))
-                    pl.when(jnp.logical_not(paired))(lambda: load(together, {}))
+                    pl.when(jnp.logical_not(paired) & (slab_rows == 0))(lambda: load(together, {}))
+                    if c.slab:
+
+                        @pl.when(slab_rows > 0)
+                        def _():
+                            load_slab(together)
+                            load_weights({})
                 else:
                     load(together, {})
                 if c.prefetch and not interpret:
-                    prefetch(weights, tile, following, j, c.prefetch, k_steps)
+                    windows = functools.partial(weights, steps=c.prefetch)
+                    due = jnp.bool_(True)
+                    if c.share == "weights":  # two blocks fetch one half each
+                        due = jnp.logical_not(paired) | (lax.rem(j, 2) == lax.axis_index("cluster"))
+                    prefetch(lambda *at: windows(*at[:3], piece=at[3]), tile, following, j, c.prefetch, k_steps, due)
                 return step + 1
 
             return following, lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
@@ -353,7 +505,8 @@ def _body(
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(224, action="increase")
+        my_tiles, tile_at = tiles_here()
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
 
         def release(step):
@@ -372,8 +525,8 @@ def _body(
                 plgpu.wgmma(target, a, b)
             return len(joined)
 
-        def totals(work, step, steps):
-            """The sums over K of the boxes and columns in `work`, cast for the store."""
+        def totals(shapes, issue, step, steps):
+            """The sums over K, in an accumulator of each shape; issue(accs, slot) starts the products of one stage."""
 
             def scope(*accs):
                 def per_step(j, step):
@@ -381,7 +534,7 @@ def _body(
                     if c.lead:
                         lead_on(wg, ahead, step == c.lead)
                     plgpu.barrier_wait(full.at[slot])
-                    plgpu.wgmma_wait(sum(multiply(acc, slot, *piece) for acc, piece in zip(accs, work, strict=True)))
+                    plgpu.wgmma_wait(issue(accs, slot))
 
                     @pl.when(j > 0)
                     def _():
@@ -396,27 +549,35 @@ def _body(
                 def _():
                     release(end - 1)
 
-                if gate:
-                    values = [gated_product(v[:, : v.shape[1] // 2], v[:, v.shape[1] // 2 :], gate) for v in values]
-                return [v.astype(out.dtype) for v in values]
+                return values
 
-            accs = [plgpu.WGMMAAccumulatorRef((BOX, parts * columns), jnp.float32) for _, _, columns in work]
-            return pl.run_scoped(scope, *accs)
+            return pl.run_scoped(scope, *(plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for shape in shapes))
+
+        def out_views(chunk):
+            """Where the chunk-th piece of a tile is put for the store, once what was there before is read."""
+            plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+            return [view.at[wg, chunk % c.out_slots] for view in (out_write, out_box, out_row)]
 
         def tile_of(boxes, tile, step, steps):
             """A tile of this many boxes, which is known when the kernel is compiled."""
-            _, first, last, _, group_rows, _, n_tile = tile
+            _, first, last, _, group_rows, _, _, n_tile = tile
             work = shares(boxes, wg, tile_n)
+
+            def issue(accs, slot):
+                return sum(multiply(acc, slot, *piece) for acc, piece in zip(accs, work, strict=True))
+
+            values = totals([(BOX, parts * columns) for _, _, columns in work], issue, step, steps)
+            if gate:
+                values = [gated_product(v[:, : v.shape[1] // 2], v[:, v.shape[1] // 2 :], gate) for v in values]
             always_whole = boxes > 1 and (boxes % CONSUMERS == 0 or columns_halve(tile_n))
             chunk = 0
-            for (box, first_column, columns), value in zip(work, totals(work, step, steps), strict=True):
+            for (box, first_column, columns), value in zip(work, values, strict=True):
+                value = value.astype(out.dtype)
                 row = jnp.where(box < boxes - 1, first + box * BOX, last)
                 rows = jnp.where(box < boxes, group_rows, 0)
                 for start in range(0, columns, chunk_n):
-                    slot = chunk % c.out_slots
                     where = pl.ds(n_tile * tile_n + first_column + start, chunk_n), out
-                    views = [view.at[wg, slot] for view in (out_write, out_box, out_row)]
-                    plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+                    views = out_views(chunk)
                     part = value[:, start : start + chunk_n]
                     if always_whole:
                         store_box(part, row, *where, *views[:2])
@@ -424,10 +585,38 @@ def _body(
                         store_rows(part, row, rows, *where, *views)
                     chunk += 1
 
+        def slab_of(held, tile, step, steps):
+            """A slab of held - 15 to held rows of x, on the matrix unit's N side, where 16 more cost that of 16."""
+            _, first, _, _, _, rows, _, n_tile = tile
+            halves = [(i * tile_n + wg * BOX if gate else (wg * 2 + i) * BOX) for i in range(2)]
+
+            def issue(accs, slot):
+                for acc, column in zip(accs, halves, strict=True):
+                    at = pl.ds(column, BOX)
+                    a = b_smem.at[slot, :, at].T if transposed else b_smem.at[slot, at]
+                    plgpu.wgmma(acc, a, a_smem.at[slot, pl.ds(0, held)].T)
+                return len(halves)
+
+            values = totals([(BOX, held)] * 2, issue, step, steps)
+            if gate:
+                values, halves = [gated_product(*values, gate)], [wg * BOX]
+            chunk = 0
+            for value, column in zip(values, halves, strict=True):
+                columns = pl.ds(n_tile * tile_n + column, BOX)
+                value = value.astype(out.dtype)
+                for start in range(0, held, BOX):
+                    end = min(start + BOX, held)
+                    there = None if end <= held - _SLAB_STEP else rows - start
+                    store_slab(value[:, start:end], first + start, there, columns, out, *out_views(chunk))
+                    chunk += 1
+
         def per_tile(tile, step):
             steps = jnp.where(tile[0] >= 0, k_steps, 0)
             for boxes in range(1, max_boxes + 1):
-                pl.when(tile[3] == boxes)(functools.partial(tile_of, boxes, tile, step, steps))
+                here = (tile[3] == boxes) & (tile[5] == 0)
+                pl.when(here)(functools.partial(tile_of, boxes, tile, step, steps))
+            for held in c.slabs:
+                pl.when(held_by(tile[5], held))(functools.partial(slab_of, held, tile, step, steps))
             return step + steps
 
         if c.lead:
@@ -442,7 +631,8 @@ def _body(
 def grouped_matmul(
     x: jax.Array,  # [M, K]
     w: jax.Array,  # [G, N, K]; transposed: [G, K, N]; gate: [G, 2, N, K]
-    schedule: Schedule,  # for block=config.block_m
+    group_sizes: jax.Array,  # int32 [groups]
+    group_offset: jax.Array | None = None,  # int32 [], the group that w[0] belongs to
     *,
     config: Config = Config(),  # noqa: B008
     out_dtype=None,
@@ -456,8 +646,8 @@ def grouped_matmul(
     M >= 64; N and K multiples of 64. zero_tail: without it, rows past the sum of the group sizes are left unwritten.
     """
     (m, k), n = x.shape, w.shape[2 if transposed or gate else 1]
-    c = config.fitted(pl.cdiv(n, config.block_n // (2 if gate else 1)))
     out_dtype = jnp.dtype(out_dtype or x.dtype)
+    c = config.fitted(pl.cdiv(n, config.block_n // (2 if gate else 1)), out_dtype)
     if m < BOX or n % 64 or k % 64:
         raise ValueError(
             f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX} and N, K that are multiples of 64; pad the arrays."
@@ -470,9 +660,16 @@ def grouped_matmul(
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
     b_shape = (c.block_k, c.block_n) if transposed else (c.block_n, c.block_k)
     out_shape = (CONSUMERS, c.out_slots, BOX, SWIZZLE // out_dtype.itemsize)
+    sizes, tiles_smem = tables(group_sizes, c.block_m, c.pair_slab, interpret)
     kernel = plgpu.kernel(
         functools.partial(
-            _body, config=c, gate=gate, transposed=transposed, zero_tail=zero_tail, interpret=bool(interpret)
+            _body,
+            config=c,
+            gate=gate,
+            transposed=transposed,
+            num_groups=group_sizes.shape[0],
+            zero_tail=zero_tail,
+            interpret=bool(interpret),
         ),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(c.num_blocks or num_sms() // c.cluster,),
@@ -482,7 +679,8 @@ def grouped_matmul(
         num_threads=CONSUMERS + 1,
         thread_name="wg",
         scratch_types=dict(
-            a_smem=row_views((c.stages, c.block_m, c.block_k), x.dtype, plain=False, interpret=bool(interpret)),
+            tiles_smem=tiles_smem,
+            a_smem=row_views((c.stages, c.held_m, c.block_k), x.dtype, plain=False, interpret=bool(interpret)),
             b_smem=plgpu.SMEM((c.stages, *b_shape), w.dtype, transforms=swizzled(w.dtype)),
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
             full=plgpu.Barrier(num_arrivals=c.block_m // BOX + (2 if gate else 1), num_barriers=c.stages),
@@ -492,4 +690,4 @@ def grouped_matmul(
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    return kernel(schedule, x, w)
+    return kernel(sizes, offset_of(group_offset), x, w)

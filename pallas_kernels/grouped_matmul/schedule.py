@@ -5,8 +5,8 @@ so that a kernel can use copies of a fixed size whatever the group sizes are: th
 over the group's end but is moved up until it ends there, and computes some rows twice (with the same operations in
 the same order, so both writes carry the same bits). Only groups smaller than one box need row-wise stores.
 
-On NVIDIA GPUs `mosaic_schedule` makes it. In XLA everything is written as sums over masks, not as prefix sums and
-gathers, which gives three small kernels instead of five. Two matmuls over the same rows share them.
+Everything is written as sums over masks, not as prefix sums and gathers, which gives two small kernels instead of
+five. Two matmuls over the same rows share them. The Hopper kernels need none: see bounds.py and tiles.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from ..permute.thread import environment_obstacle, pick
-from . import mosaic_schedule
 
 
 class Schedule(NamedTuple):
@@ -74,32 +71,12 @@ def tile_schedule(
     block: int,
     group_offset: jax.Array | int | None = None,
     num_weights: int | None = None,
-    implementation: str | None = None,
 ) -> Schedule:
     """The tiles of `block` rows for groups of these sizes (negative sizes count as zero; the sum is cut at M).
 
     group_offset, num_weights: the weight of group g is g - group_offset; groups without a weight in [0, num_weights)
-        give tiles of zeros. Defaults: 0 and G. implementation: "mosaic_sm90", "xla" or None for the best that can.
+        give tiles of zeros. Defaults: 0 and G.
     """
-    num_groups = group_sizes.shape[0]
-    num_weights = num_groups if num_weights is None else num_weights
-    offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
-    tiles = max_tiles(num_rows, num_groups, block)
-    task = mosaic_schedule.Task(num_groups, num_rows, block, num_weights, tiles, offset is not None)
-    fits = 0 < num_groups <= mosaic_schedule.MAX_GROUPS
-    why = environment_obstacle() if fits else f"it takes 1 to {mosaic_schedule.MAX_GROUPS} groups, not {num_groups}"
-
-    def kernel(args):
-        return Schedule(*mosaic_schedule.run_schedule(task, *args))
-
-    def plain(args):
-        group_sizes, offset = args
-        return _tile_schedule(group_sizes, offset, num_rows, block, num_weights)
-
-    return pick("schedule", implementation, why, kernel, plain, (group_sizes.astype(jnp.int32), offset))
-
-
-def _tile_schedule(group_sizes, group_offset, num_rows: int, block: int, num_weights: int) -> Schedule:
     num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     row_start, tile_start = sums_before(sizes), sums_before((sizes + block - 1) // block)
@@ -107,7 +84,8 @@ def _tile_schedule(group_sizes, group_offset, num_rows: int, block: int, num_wei
     start = jnp.minimum(row_start, num_rows)
     end = jnp.where(group == num_groups, num_rows, jnp.minimum(row_start + jnp.pad(sizes, (0, 1)), num_rows))
     tile_end = tile_start + jnp.where(group == num_groups, num_rows, jnp.pad((sizes + block - 1) // block, (0, 1)))
-    offset = jnp.int32(0) if group_offset is None else group_offset
+    num_weights = num_groups if num_weights is None else num_weights
+    offset = 0 if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
     weight = group - offset
     weight = jnp.where((weight >= 0) & (weight < num_weights) & (group < num_groups), weight, -1)
     t = jnp.arange(max_tiles(num_rows, num_groups, block), dtype=jnp.int32)[:, None]
@@ -155,45 +133,3 @@ def read_tile(schedule: Schedule, index, block: int, box: int):
     rows = jnp.minimum(end - top, block)
     weight = jnp.where(rows > 0, schedule.weight[index], -1)
     return weight, top, jnp.maximum(top, top + rows - box), rows
-
-
-def read_boxes(schedule: Schedule, index, block: int, box: int):
-    """(weight, first row, first row of the last box, boxes, rows of its group) of a tile that is not moved up.
-
-    A group's boxes are spread evenly over its tiles: 5 are 3 and 2, not 4 and 1, which would fetch the weights for one
-    box. Box i < boxes - 1 begins at first row + i * box; only the last box is moved up, so that a tile costs no more
-    than its rows rounded up to whole boxes. boxes is 0 where a sum of sizes was cut at M. A group with fewer rows than
-    a box has one box, which reaches over its end.
-    """
-    index = jnp.maximum(jnp.minimum(index, schedule.weight.shape[0] - 1), 0)
-    first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
-    div = jax.lax.div
-    tiles = jnp.maximum(div(end - start + (block - 1), jnp.int32(block)), 1)
-    boxes = div(end - start + (box - 1), jnp.int32(box))
-    rows = div(boxes + tiles - 1, tiles) * box
-    first = start + div(first - start, jnp.int32(block)) * rows
-    return _boxes(schedule.weight[index], first, start, end, rows, box)
-
-
-def _boxes(weight, first, start, end, most, box: int):
-    """What read_boxes returns for a tile of at most `most` rows from `first` on."""
-    rows = jnp.maximum(jnp.minimum(end - first, most), 0)
-    boxes = jax.lax.div(rows + (box - 1), jnp.int32(box))
-    last = jnp.maximum(start, first + rows - box)
-    return jnp.where(boxes > 0, weight, -1), jnp.minimum(first, last), last, boxes, end - start
-
-
-def read_pair(schedule: Schedule, index, rank, block: int, box: int):
-    """(paired, side, what read_boxes returns) for one of two blocks, rank 0 or 1, that work on the same tile index.
-
-    Two tiles of one group that follow each other make a pair if both are full but for a box: then each block takes one
-    of them, and the two indices stand for the two halves (side 0 and 1) of the columns. Other tiles belong to both
-    blocks, and the blocks halve the columns (side = rank).
-    """
-    index = jnp.maximum(jnp.minimum(index, schedule.weight.shape[0] - 1), 0)
-    first, start, end = (a[index] for a in (schedule.first, schedule.start, schedule.end))
-    tile = jax.lax.div(first - start, jnp.int32(block))
-    even = tile - jax.lax.rem(tile, jnp.int32(2))
-    paired = end - start - even * block > 2 * block - box
-    mine = jnp.where(paired, start + (even + rank) * block, first)
-    return paired, jnp.where(paired, tile - even, rank), _boxes(schedule.weight[index], mine, start, end, block, box)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul.schedule import tile_schedule
 from pallas_kernels.permute import combine_rows, gather_dequantized, gather_rows, rank_slots, sort_by_expert
 from pallas_kernels.quantize import quantize
 from pallas_kernels.route import Rule, choose_experts
@@ -104,15 +103,3 @@ def test_choice_of_experts(rng, tokens, experts, rule, masked):
     same = np.asarray(ids == expected_ids)
     assert same.mean() > 0.999
     np.testing.assert_allclose(np.asarray(weights)[same], np.asarray(expected)[same], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "groups,rows,block,offset", [(128, 8, 16, None), (128, 65536, 128, None), (64, 65536, 256, None), (70, 3000, 64, 3)]
-)
-def test_tile_schedule(rng, groups, rows, block, offset):
-    for sizes in (
-        rng.multinomial(rows, np.ones(groups) / groups),
-        rng.multinomial(rows // 2, np.ones(groups) / groups),
-    ):
-        options = dict(num_rows=rows, block=block, group_offset=offset, num_weights=groups - 5)
-        assert_equal(both(tile_schedule, jnp.asarray(sizes, jnp.int32), **options))
