@@ -7,15 +7,15 @@ import permute_emulator
 import pytest
 
 from pallas_kernels import decode
-from pallas_kernels.decode import mosaic_sm90, reference
+from pallas_kernels.decode import mosaic_attend, mosaic_common, mosaic_experts, mosaic_linear, reference
 from pallas_kernels.route import Rule, choose_experts
 from pallas_kernels.route import mosaic_sm90 as route_sm90
 
-HEAD = mosaic_sm90.HEAD
+HEAD = 128
 
 
 def launch_in_place(program, task, operands, outputs, *, updated=(), **how):
-    """`mosaic_sm90._launch` on the host: what is written in place is an output that starts as the operand."""
+    """`mosaic_common.launch_updating` on the host: what is written in place is an output that starts as the operand."""
     memory = {name: np.array(operands[name]) for name in updated}
     data = {name: a.view(np.uint8).reshape(-1) for name, a in memory.items()}
 
@@ -28,8 +28,10 @@ def launch_in_place(program, task, operands, outputs, *, updated=(), **how):
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
-    permute_emulator.install(monkeypatch, mosaic_sm90, route_sm90)
-    monkeypatch.setattr(mosaic_sm90, "_launch", launch_in_place)
+    modules = (mosaic_linear, mosaic_attend, mosaic_experts)
+    permute_emulator.install(monkeypatch, *modules, mosaic_common, route_sm90)
+    for module in modules:
+        monkeypatch.setattr(module, "launch_updating", launch_in_place)
 
 
 def close(actual, expected, limit):
@@ -51,7 +53,7 @@ def test_norm_and_linear_map(columns, outputs, added, rng):
     add = draw(rng, 1, columns) if added else None
     for dtype in (jnp.bfloat16, jnp.float32):
         how = dict(eps=1e-6, out_dtype=jnp.dtype(dtype), copies=1)
-        out, total, normed = mosaic_sm90.run_normed_linear(x, scale, w, add, None, None, **how)
+        out, total, normed = mosaic_linear.run_normed_linear(x, scale, w, add, None, None, **how)
         expected = reference.normed_linear(x, scale, w, add, None, None, **how)
         np.testing.assert_array_equal(total, expected[1])
         close(normed, expected[2], 1e-3)  # an ulp here and there: the root is the hardware's
@@ -65,14 +67,14 @@ def test_a_weighted_sum_of_rows_is_added_and_the_normed_row_is_copied(outputs, r
     places = jnp.asarray([4, 0, -1, 5], jnp.int32)
     weights = jnp.asarray([0.5, -2.0, np.nan, 0.25], jnp.float32)
     how = dict(eps=1e-6, out_dtype=jnp.dtype(jnp.float32), copies=6)
-    out, total, normed = mosaic_sm90.run_normed_linear(x, scale, w, rows, places, weights, **how)
+    out, total, normed = mosaic_linear.run_normed_linear(x, scale, w, rows, places, weights, **how)
     by_hand = np.asarray(rows, np.float64)[[4, 0, 5]] * np.asarray([[0.5], [-2.0], [0.25]])
     close(total, np.asarray(x, np.float64) + by_hand.sum(0), 4e-3)
     expected = reference.normed_linear(x, scale, w, rows, places, weights, **how)
     for a, b in zip((out, total, normed), expected, strict=True):
         close(a, b, 2e-3)
     assert normed.shape == (6, 512) and (np.asarray(normed) == np.asarray(normed)[:1]).all()
-    nowhere = mosaic_sm90.run_normed_linear(x, scale, w, rows, places * 0 - 1, weights, **how)
+    nowhere = mosaic_linear.run_normed_linear(x, scale, w, rows, places * 0 - 1, weights, **how)
     np.testing.assert_array_equal(nowhere[1], x)
 
 
@@ -83,7 +85,7 @@ def test_experts_of_one_token_and_their_places(experts, valid, rng):
     logits = jnp.asarray(rng.normal(size=(1, experts)) * 3, jnp.float32)
     bias = None if experts > 32 else jnp.asarray(rng.normal(size=experts), jnp.float32)
     flag = jnp.asarray([valid])
-    weights, places, sizes = map(np.asarray, mosaic_sm90.run_route(rule, logits, bias, flag))
+    weights, places, sizes = map(np.asarray, mosaic_experts.run_route(rule, logits, bias, flag))
     expected = reference.route(rule, logits, bias, flag)
     np.testing.assert_allclose(weights, expected[0], 1e-6)
     np.testing.assert_array_equal(places, expected[1])
@@ -104,8 +106,8 @@ def test_one_tokens_experts(columns, width, top_k, rng):
         ids, weights = ids.at[1].set(-1), weights.at[1].set(jnp.nan)
     scale = jnp.asarray(0.05, x.dtype)
     args = (x, ids, weights, gate_up * scale, down * scale)
-    close(mosaic_sm90.run_experts(*args), reference.experts(*args), 4e-3)
-    nobody = mosaic_sm90.run_experts(x, ids * 0 - 1, weights, *args[3:])
+    close(mosaic_experts.run_experts(*args), reference.experts(*args), 4e-3)
+    nobody = mosaic_experts.run_experts(x, ids * 0 - 1, weights, *args[3:])
     assert not np.asarray(nobody).any()
 
 
@@ -124,8 +126,8 @@ def attention_inputs(rng, heads, groups, slots, slot):
 @pytest.mark.parametrize(("heads", "groups", "slots", "slot"), SHAPES)
 def test_attention_in_parts(heads, groups, slots, slot, rng):
     args = attention_inputs(rng, heads, groups, slots, slot)
-    how = dict(eps=1e-6, splits=mosaic_sm90.parts(slots))
-    out, weight, keys, values = mosaic_sm90.run_attend(*args, **how)
+    how = dict(eps=1e-6, splits=mosaic_attend.parts(slots))
+    out, weight, keys, values = mosaic_attend.run_attend(*args, **how)
     expected = reference.attend(*args, **how)
     untouched = np.arange(slots) != slot
     for mine, theirs, before in ((keys, expected[2], args[5]), (values, expected[3], args[6])):
@@ -136,16 +138,16 @@ def test_attention_in_parts(heads, groups, slots, slot, rng):
 
 def test_weights_are_fetched_beside_attention(rng):
     args = attention_inputs(rng, 4, 2, 200, 150)
-    how = dict(eps=1e-6, splits=mosaic_sm90.parts(200))
+    how = dict(eps=1e-6, splits=mosaic_attend.parts(200))
     ahead = draw(rng, 1000, 256)  # lines of 128 bytes, of which none may be past the end: the host would refuse
-    for a, b in zip(mosaic_sm90.run_attend(*args, ahead, **how), mosaic_sm90.run_attend(*args, **how), strict=True):
+    for a, b in zip(mosaic_attend.run_attend(*args, ahead, **how), mosaic_attend.run_attend(*args, **how), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_a_part_that_sees_nothing_weighs_nothing(rng):
     args = list(attention_inputs(rng, 4, 2, 512, 400))
     args[7] = args[7].at[0, :256].set(False)
-    out, weight, *_ = mosaic_sm90.run_attend(*args, eps=1e-6, splits=4)
+    out, weight, *_ = mosaic_attend.run_attend(*args, eps=1e-6, splits=4)
     assert (np.asarray(weight)[:2, :, 1] == 0).all() and (np.asarray(out)[:2] == 0).all()
     close(reference.merge(out, weight), reference.merge(*reference.attend(*args, eps=1e-6, splits=4)[:2]), 4e-3)
 
@@ -157,8 +159,8 @@ def test_merge_and_linear_map(heads, outputs, parts, rng):
         np.stack([rng.normal(size=(parts, heads)) * 5, rng.random((parts, heads)) * 99], -1), jnp.float32
     )
     if parts > 1:
-        weight = weight.at[0, 0].set(jnp.asarray([mosaic_sm90.NEVER, 0.0]))
-    actual = mosaic_sm90.run_merged_linear(out, weight, w, add)
+        weight = weight.at[0, 0].set(jnp.asarray([mosaic_attend.NEVER, 0.0]))
+    actual = mosaic_linear.run_merged_linear(out, weight, w, add)
     exact = reference.linear(reference.merge(out, weight), w, jnp.float32) + add.astype(jnp.float32)
     close(actual, exact, 6e-3)
 

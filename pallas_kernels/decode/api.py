@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..permute.thread import CONFIRMED, environment_obstacle, pick
 from ..route import Rule
 from ..route.mosaic_sm90 import obstacle as choice_obstacle
-from . import mosaic_sm90, reference
+from . import mosaic_attend, mosaic_experts, mosaic_linear, reference
 
 
 def obstacle() -> str | None:
@@ -68,13 +68,13 @@ def normed_linear(
             f"normed_linear got x {x.shape}, scale {scale.shape} and w {w.shape}; it takes [1, D], [D] and [N, D]."
         )
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    why = mosaic_sm90.linear_obstacle(x, w, out_dtype) or environment_obstacle()
+    why = mosaic_linear.linear_obstacle(x, w, out_dtype) or environment_obstacle()
     how = dict(eps=eps, out_dtype=out_dtype, copies=copies)
     return pick(
         "decode",
         implementation,
         why,
-        lambda a: mosaic_sm90.run_normed_linear(*a, **how),
+        lambda a: mosaic_linear.run_normed_linear(*a, **how),
         lambda a: reference.normed_linear(*a, **how),
         (x, scale, w, *(add if isinstance(add, Weighted) else (add, None, None))),
     )
@@ -95,7 +95,7 @@ def route(
     """
     args = (logits, bias, valid)
     why = choice_obstacle(1, logits.shape[1], rule) or environment_obstacle()
-    kernel, plain = (lambda a, f=f: f(rule, *a) for f in (mosaic_sm90.run_route, reference.route))
+    kernel, plain = (lambda a, f=f: f(rule, *a) for f in (mosaic_experts.run_route, reference.route))
     return pick("decode", implementation, why, kernel, plain, args)
 
 
@@ -118,14 +118,14 @@ def experts(
             f"experts got x {x.shape}, gate_up {gate_up.shape} and down {down.shape}; it takes [1, D], [E, 2, F, D] "
             "and [E, D, F]."
         )
-    why = mosaic_sm90.experts_obstacle(x, gate_up, down, ids.shape[0]) or environment_obstacle()
-    kernel, plain = (lambda a, f=f: f(*a) for f in (mosaic_sm90.run_experts, reference.experts))
+    why = mosaic_experts.experts_obstacle(x, gate_up, down, ids.shape[0]) or environment_obstacle()
+    kernel, plain = (lambda a, f=f: f(*a) for f in (mosaic_experts.run_experts, reference.experts))
     return pick("decode", implementation, why, kernel, plain, (x, ids, weights, gate_up, down))
 
 
 def experts_obstacle(x: jax.Array, gate_up: jax.Array, down: jax.Array, top_k: int) -> str | None:
     """Why `experts` has no kernels for these, or None."""
-    return mosaic_sm90.experts_obstacle(x, gate_up, down, top_k) or environment_obstacle()
+    return mosaic_experts.experts_obstacle(x, gate_up, down, top_k) or environment_obstacle()
 
 
 def attend(
@@ -156,14 +156,14 @@ def attend(
             f"attend got qkv {qkv.shape}, a cache {keys.shape} and {values.shape}, and valid {valid.shape}; it takes "
             "[1, (H + 2 * G) * h], [1, G, N, h] twice and [1, N]."
         )
-    why = mosaic_sm90.attend_obstacle(qkv, keys) or environment_obstacle()
-    how = dict(eps=eps, splits=mosaic_sm90.parts(slots))
+    why = mosaic_attend.attend_obstacle(qkv, keys) or environment_obstacle()
+    how = dict(eps=eps, splits=mosaic_attend.parts(slots))
     args = (qkv, q_scale, k_scale, *rotation, keys, values, valid, slot, ahead)
     out, weight, keys, values = pick(
         "decode",
         implementation,
         why,
-        lambda a: mosaic_sm90.run_attend(*a, **how),
+        lambda a: mosaic_attend.run_attend(*a, **how),
         lambda a: reference.attend(*a, **how),
         args,
     )
@@ -177,12 +177,12 @@ def merged_linear(partial: Partial, w: jax.Array, add: jax.Array, *, implementat
             f"merged_linear got parts {partial.out.shape}, w {w.shape} and add {add.shape}; it takes [parts, H, h], "
             "[D, H * h] and [1, D]."
         )
-    why = mosaic_sm90.merged_obstacle(partial.out, w, add) or environment_obstacle()
+    why = mosaic_linear.merged_obstacle(partial.out, w, add) or environment_obstacle()
     return pick(
         "decode",
         implementation,
         why,
-        lambda a: mosaic_sm90.run_merged_linear(*a),
+        lambda a: mosaic_linear.run_merged_linear(*a),
         lambda a: a[3] + reference.linear(reference.merge(a[0], a[1]), a[2], a[3].dtype),
         (*partial, w, add),
     )
