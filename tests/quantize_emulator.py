@@ -84,7 +84,9 @@ class Memory:
         assert not (start[on] % min(size, 16)).any(), "unaligned"
         return on, start
 
-    def load(self, words, where=None, *, bits=32):
+    def load(self, words, where=None, *, bits=32, offset=0):
+        if offset:
+            return self.at(None, 0, offset).load(words, where, bits=bits)
         size = words * bits // 8
         on, start = self._places(size, where)
         out = np.zeros((len(on), 4 * words), np.uint8)

@@ -112,6 +112,9 @@ class Numpy:
             for s in (0, 8)
         )
 
+    def hidden_zero(self):
+        return U(0)
+
     def opaque(self, a):
         return a
 

@@ -76,16 +76,41 @@ def test_the_program_writes_the_references_bytes_and_nothing_else(fmt, shape, op
     same(quantize(x, fmt, **options), want_(x, fmt, **options))
 
 
-@pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8_128", "nvfp4", "nvfp4_4o6"])
-def test_every_division_of_the_work_gives_the_same_bytes(fmt, rounds, monkeypatch):
+def test_every_division_of_the_work_gives_the_same_bytes(fmt, monkeypatch):
     def tuned(task):
-        return dataclasses.replace(task, tuning=Tuning(units=1, rounds=rounds, threads=512))
+        return dataclasses.replace(task, tuning=Tuning(units=1, threads=512))
 
     monkeypatch.setattr(mosaic_sm90, "tuned", tuned)
     for shape in ((48, 512), (7, 384)):  # with and without threads that have nothing to do
         x = rows(*shape)
         same(quantize(x, fmt), want_(x, fmt))
+
+
+def test_a_grid_that_walks_over_all_units_gives_the_same_bytes(monkeypatch):
+    """As 4-over-6 does with much data: a whole number of rounds, a ragged last one, fewer units than threads."""
+    monkeypatch.setattr(mosaic_sm90, "tuned", lambda t: dataclasses.replace(t, tuning=Tuning(threads=128, grid=2)))
+    g = jnp.float32(1 / 500)
+    for shape in ((32, 256), (37, 432), (3, 160)):
+        x = rows(*shape)
+        same(quantize(x, "nvfp4_4o6", global_scale=g), want_(x, "nvfp4_4o6", global_scale=g))
+
+
+@pytest.mark.parametrize("threads", [32, 64, 128, 256])
+@pytest.mark.parametrize("fmt", ["nvfp4_token", "nvfp4_token_4o6"])
+def test_any_number_of_threads_to_a_row_gives_the_same_bytes(fmt, threads, monkeypatch):
+    tuning = Tuning(threads=max(threads, 128), row_threads=threads)
+    monkeypatch.setattr(mosaic_sm90, "tuned", lambda task: dataclasses.replace(task, tuning=tuning))
+    for shape in ((6, 1024), (5, 1040)):
+        x = rows(*shape)
+        same(quantize(x, fmt), want_(x, fmt))
+
+
+def test_much_data_takes_the_walking_grid_where_it_can():
+    task = mosaic_sm90.Task(FORMATS["nvfp4_4o6"], 16384, 16384, 7168, 7168, "bfloat16", 7168, scale_rows=16384)
+    assert mosaic_sm90.tuned(task).tuning.grid
+    for other in (dict(counted=True), dict(scale_rows=8192), dict(gather=True), dict(rows=64)):
+        assert not mosaic_sm90.tuned(dataclasses.replace(task, **other)).tuning.grid
 
 
 @pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4", "nvfp4_token"])

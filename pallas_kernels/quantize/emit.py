@@ -286,6 +286,11 @@ class Ops:
     def barrier(self):
         _asm([], [], "bar.sync 0;", "", effects=True)
 
+    def hidden_zero(self) -> U:
+        """0, which the compiler neither knows nor takes for the same in all threads: keeps a constant in a register."""
+        t = self.thread()
+        return (t * (t + 1)) & 1
+
     def opaque(self, a: U) -> U:
         """a, in a way that the compiler cannot see through."""
         return U(_asm([_i32()], [a], "mov.b32 $0, $1;", "=r,r", effects=True)[0])
@@ -344,13 +349,13 @@ class Pointer:
             out = arith.addi(out, arith.constant(_i64(), offset))
         return Pointer(out, shared=self.space == "shared")
 
-    def load(self, words: int, where: P | None = None, *, bits: int = 32) -> list[U]:
-        """1, 2 or 4 words (or one of 8 or 16 bits); 0 where the predicate is false."""
+    def load(self, words: int, where: P | None = None, *, bits: int = 32, offset: int = 0) -> list[U]:
+        """1, 2 or 4 words (or one of 8 or 16 bits) at `offset` bytes from here; 0 where the predicate is false."""
         vector = {1: "", 2: ".v2", 4: ".v4"}[words]
         outs = [f"${i}" for i in range(words)]
         target = outs[0] if words == 1 else "{" + ", ".join(outs) + "}"
         space = "global.nc" if self.space == "global" else self.space
-        instruction = f"ld.{space}{vector}.{_TYPES[bits]} {target}, [${words}];"
+        instruction = f"ld.{space}{vector}.{_TYPES[bits]} {target}, [${words}+{offset}];"
         constraints = ",".join(["=&r"] * words + ["l"])
         operands = [self.address]
         if where is not None:

@@ -49,9 +49,9 @@ def amax_bits(o, words, dtype: str):
         top = parts[0]
     else:
         top = words[0]
-    low, high = (top << 16) & 0x7FFF0000, top & 0x7FFF0000
     if dtype == "bf16":
-        return o.umax(low, high)
+        return o.absmax2(top, o.prmt(top, top, 0x1032), dtype) & 0x7FFF0000
+    low, high = (top << 16) & 0x7FFF0000, top & 0x7FFF0000
     a, b = o.half_to_float(o.umax(low, high) >> 16)
     return o.bits(a)
 
@@ -206,7 +206,7 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     """
     moved = top * nv.shift
     base = o.div_constant(moved, 6.0) * nv.encode
-    both = o.e4m3x2(o.fmin(base, o.F(448.0)), o.fmin(base * o.F(1.5), o.F(448.0)))
+    both = o.e4m3x2(base, base * o.F(1.5))
     six, four = o.e4m3x2_to_float(both)
 
     def specified():
@@ -227,15 +227,15 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
         *codes, scale = specified()
         return codes, scale
     exponent = o.bits(moved) >> 23
-    rho = nv.encode * o.float((exponent - 15) << 23)
+    four_rho = nv.encode * o.float((exponent - 13) << 23)
     to_fixed = six * nv.decode * o.float((o.U(269) - exponent) << 23)  # y of map-to-6 to X, which rounding makes exact
     # A multiply-add by a known power of two becomes a shift, in the pipe of the logic instructions, which these kernels
-    # fill; a table that is a known constant is copied for each use.
+    # fill; a table that is a known constant, or the same in all threads, is copied for each use.
     sixteen, left = nv.hidden + 16, nv.hidden + 0x10000
-    table = [nv.hidden + t for t in DOUBLED]
+    table = [o.hidden_zero() + DOUBLED[0], o.U(DOUBLED[1])]
     # The second constant undoes what the first leaves above bit 15.
     even, odd = o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)
-    factors = [_encode(o, s, nv) for s in (six, four)]
+    factors = [_encode(o, six, nv), o.rcp(four * nv.decode) * nv.shift]  # four is 0 only where six is: map-to-6 then
     packed, squares, products = ([], []), [o.U(0), o.U(0)], [o.U(0), o.U(0)]
     for part in (words[: len(words) // 2], words[len(words) // 2 :]):  # by eight values: registers
         if dtype == "bf16":
@@ -255,12 +255,12 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
                 squares[k] = o.dot4(doubled, doubled, squares[k])
                 products[k] = o.dot2(fixed[2 * i], doubled, products[k], 0)
                 products[k] = o.dot2(fixed[2 * i + 1], doubled, products[k], 1)
-    squares, products = ([o.from_int(v) for v in sums] for sums in (squares, products))
-    six_squared = six * six
-    by_squares = o.fms(four * four, squares[1], six_squared * squares[0])
-    by_products = o.fms(four, products[1], six * products[0])
-    difference = o.fms(by_squares, o.F(0.25), rho * by_products)  # error of map-to-4 less that of map-to-6
-    doubt = (six < four) & (o.abs(difference) < six_squared * o.F(DOUBT))
+    squares, products = ([o.from_int(v) for v in integers] for integers in (squares, products))
+    # Four times the error of map-to-4 less that of map-to-6: s * (s * sum (2q)^2 - 4 * rho * sum 2q*X) for each.
+    sums = zip((six, four), squares, products, strict=True)
+    terms = [o.fms(s, squared, four_rho * product) for s, squared, product in sums]
+    difference = o.fms(four, terms[1], six * terms[0])
+    doubt = o.abs(difference) < six * six * o.F(4 * DOUBT)
     fits = top * factors[0] < o.F(7.0)
     map_to_four = difference < o.F(0.0)
     codes = signed(o, [o.where(map_to_four, b, a) for a, b in zip(*packed, strict=True)], words, dtype)

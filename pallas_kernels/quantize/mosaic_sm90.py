@@ -41,19 +41,19 @@ MAX_UNITS = 8  # units of a row that one thread of `_rows` keeps in registers
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """values: V. units: units per thread of `_blocks`, `rounds` times in a loop. threads: threads per block.
-    warp_units: units per thread up to which `_rows` gives a row to a warp instead of a block of threads."""
+    """values: V. units: units per thread of `_blocks`. threads: threads per block. grid: blocks of `_stream`, 0 where
+    `_blocks` does it. row_threads: threads that share a row of `_rows`."""
 
     values: int = 16
     units: int = 4
-    rounds: int = 1
     threads: int = 128
-    warp_units: int = 2
+    grid: int = 0
+    row_threads: int = 128
 
     @property
     def units_of_block(self) -> int:
         """Units that a block of `_blocks` takes."""
-        return self.threads * self.units * self.rounds
+        return self.threads * self.units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Io:
         for part in range(2 if t.activation else 1):
             at = self.refs["x"].at(source, t.row_stride * t.itemsize, unit * (t.tuning.values * t.itemsize))
             at = at.at(None, 0, part * t.k * t.itemsize)
-            out.append([w for i in range(0, words, 4) for w in at.at(None, 0, 4 * i).load(4, ok)])
+            out.append([w for i in range(0, words, 4) for w in at.load(4, ok, offset=4 * i)])
         return out
 
     def values(self, loaded: list[list[U]]):
@@ -254,53 +254,62 @@ def _quantize_unit(o: Ops, io: _Io, row: U, unit: U, loaded, nv: lane.NvScale | 
 
 
 def _blocks(o: Ops, task: Task, refs: dict):
-    """Every thread takes `units` units of the flat [rows, units] space, a block of threads apart, `rounds` times."""
+    """Every thread takes `units` units of the flat [rows, units] space, a block of threads apart."""
     io, tune = _Io(o, task, refs, full=task.full), task.tuning
-    step = tune.threads * tune.units
-    first = o.block() * (step * tune.rounds) + o.thread()
+    first = o.block() * tune.units_of_block + o.thread()
     one_scale = task.fmt.global_scale and task.scale_rows >= task.rows
     common = io.nv_scale(U(0)) if one_scale else None
-
-    def one_round(i: U | int, carried: list[U]) -> list[U]:
-        flat = [first + i * step + u * tune.threads for u in range(tune.units)]
-        places = [(f // task.units, f % task.units) for f in flat]
-        loaded = [io.load(row, unit) for row, unit in places]
-        for (row, unit), words in zip(places, loaded, strict=True):
-            nv = common if one_scale or not task.fmt.global_scale else io.nv_scale(row)
-            _quantize_unit(o, io, row, unit, words, nv)
-            if task.packed:
-                io.store_tail(row, unit, task.units)
-        return carried
-
-    if tune.rounds == 1:
-        one_round(0, [])
-    else:
-        o.loop(tune.rounds, [], one_round)
+    flat = [first + u * tune.threads for u in range(tune.units)]
+    places = [(f // task.units, f % task.units) for f in flat]
+    loaded = [io.load(row, unit) for row, unit in places]
+    for (row, unit), words in zip(places, loaded, strict=True):
+        nv = common if one_scale or not task.fmt.global_scale else io.nv_scale(row)
+        _quantize_unit(o, io, row, unit, words, nv)
+        if task.packed:
+            io.store_tail(row, unit, task.units)
 
 
-def row_threads(task: Task) -> int:
-    """Threads that share a row of `_rows`."""
-    return 32 if task.units <= 32 * task.tuning.warp_units else task.tuning.threads
+def _stream(o: Ops, task: Task, refs: dict):
+    """A grid that runs at once walks over all units and loads the next while it computes one. One unit to a thread.
+
+    Threads that have no unit left do the last one again, so that nothing needs a predicate.
+    """
+    io, tune = _Io(o, task, refs, full=True), task.tuning
+    last = task.all_rows * task.units - 1
+    step = tune.threads * tune.grid
+    common = io.nv_scale(U(0))
+
+    def load(flat: U) -> list[U]:
+        (words,) = io.load(flat // task.units, flat % task.units)
+        return words
+
+    def one(_, carried: list[U]) -> list[U]:
+        flat, *words = carried
+        ahead = o.umin(flat + step, U(last))
+        after = load(ahead)
+        _quantize_unit(o, io, flat // task.units, flat % task.units, [words], common)
+        return [ahead, *after]
+
+    flat = o.umin(o.block() * tune.threads + o.thread(), U(last))
+    o.loop(pl.cdiv(last + 1, step), [flat, *load(flat)], one)
 
 
 def _block_max(o: Ops, top: U, scratch, warps: int) -> U:
-    """Maximum over a block of threads of what is already the maximum of each warp."""
+    """Maximum over `warps` neighbouring warps of a block of what is already the maximum of each warp."""
     slots = Pointer(scratch, shared=True)
-    slots.at(None, 0, (o.thread() >> 5) * 4).store([top], (o.thread() & 31).same(U(0)))
+    warp = o.thread() >> 5
+    slots.at(None, 0, warp * 4).store([top], (o.thread() & 31).same(U(0)))
     o.barrier()
-    return o.warp_max(slots.at(None, 0, (o.thread() & (warps - 1)) * 4).load(1)[0])
+    mine = warp // warps * warps + o.thread() % warps
+    return o.warp_max(slots.at(None, 0, mine * 4).load(1)[0])
 
 
 def _rows(o: Ops, task: Task, refs: dict):
     """Per-token scales: `row_threads` threads load a row, find its maximum and quantise it."""
     scratch = refs.pop("scratch")
     io, tune = _Io(o, task, refs), task.tuning
-    group = row_threads(task)
-    if group == 32:
-        row = o.block() * (tune.threads // 32) + (o.thread() >> 5)
-        first = o.thread() & 31
-    else:
-        row, first = o.block(), o.thread()
+    group = tune.row_threads
+    row, first = o.block() * (tune.threads // group) + o.thread() // group, o.thread() % group
     places = -(-task.units // group)
     units = [first + group * j for j in range(places)]
     here = [unit < U(task.units) for unit in units]
@@ -435,26 +444,43 @@ def tuned(task: Task, *, decode: bool = False) -> Task:
     """task with the tuning that measured best on an H200 (`jmoe bench quantize`)."""
     if decode:  # 16 bytes of output per thread: whole sectors
         return dataclasses.replace(task, tuning=Tuning(values=8, units=4 if task.fmt.element == "e4m3" else 2))
-    total, tuning = task.all_rows * task.units, Tuning()
     if task.fmt.global_scale == "token":
-        if 128 < task.units <= 256 and not task.fmt.four_over_six:
-            tuning = Tuning(threads=256)  # 8192 x 4096: 0.77-0.81 of copy with a unit for each thread, 0.74 with two
-        while task.units > 4 * tuning.threads and tuning.threads < 512:
-            tuning = dataclasses.replace(tuning, threads=2 * tuning.threads)
-    elif task.fmt.four_over_six:
-        # One wave of as many threads as fit, which makes the assembler use 64 registers: 0.69 of copy; several waves of
-        # them 0.67, blocks of 128 threads 0.64.
-        at_once = 1024 * _multiprocessors()
-        tuning = Tuning(units=1)
-        if total >= 4 * at_once:
-            tuning = Tuning(units=1, rounds=pl.cdiv(total, at_once), threads=1024)
-    elif 2**20 <= total < 2**22 and task.flattened() is not task:
+        return dataclasses.replace(task, tuning=_row_tuning(task))
+    total, tuning = task.all_rows * task.units, Tuning()
+    dense = task.flattened() is not task
+    if task.fmt.four_over_six:
+        # As many threads as fit, which makes the assembler use 64 registers: 0.72 of copy; blocks of 128 threads 0.64.
+        # (With float32 values the next unit does not fit in them.)
+        grid = _multiprocessors()
+        dense = dense and task.itemsize == 2 and not task.counted and task.scale_rows >= task.rows
+        if dense and total >= 4 * 1024 * grid:
+            tuning = Tuning(units=1, threads=1024, grid=grid)
+        else:
+            tuning = Tuning(units=1)
+    elif 2**20 <= total < 2**22 and dense:
         # Short runs want many small pieces. 8192 x 4096: MXFP8 0.92 of copy (0.89 without), NVFP4 0.84 (0.79).
         if task.fmt.element == "e4m3":
             tuning = Tuning(units=1, threads=512)
         elif task.fmt.global_scale:
             tuning = Tuning(units=2)
     return dataclasses.replace(task, tuning=tuning)
+
+
+def _row_tuning(task: Task) -> Tuning:
+    """For per-token scales."""
+    if task.fmt.four_over_six:
+        # At most eight units for each thread, and as few idle places as may be. 8192 x 4096: 64 threads 0.55 of copy,
+        # 128 threads 0.44; 16384 x 7168: 0.66 and 0.62.
+        wide_enough = [n for n in (64, 32, 128, 256, 512) if task.units <= MAX_UNITS * n]
+        threads = min(wide_enough, key=lambda n: pl.cdiv(task.units, n) * n)
+        return Tuning(threads=max(threads, 128), row_threads=threads)
+    if task.units <= 64:
+        return Tuning(row_threads=32)
+    # 8192 x 4096: 0.77-0.81 of copy with a unit for each thread, 0.74 with two
+    threads = 256 if 128 < task.units <= 256 else 128
+    while task.units > 4 * threads and threads < 512:
+        threads *= 2
+    return Tuning(threads=threads, row_threads=threads)
 
 
 def _multiprocessors() -> int:
@@ -493,9 +519,10 @@ def run_quantize(task: Task, operands: dict) -> dict:
     outputs = _outputs(task)
     if task.fmt.global_scale != "token":
         flat = task.flattened()
+        if task.tuning.grid:
+            return _launch(_stream, flat, operands, outputs, task.tuning.grid)
         return _launch(_blocks, flat, operands, outputs, _flat_blocks(flat))
-    group = row_threads(task)
-    blocks = task.all_rows if group > 32 else pl.cdiv(task.all_rows, task.tuning.threads // 32)
+    blocks = pl.cdiv(task.all_rows, task.tuning.threads // task.tuning.row_threads)
     return _launch(_rows, task, operands, outputs, blocks, scratch=True)
 
 
@@ -507,7 +534,7 @@ def empty(task: Task) -> dict:
 @functools.partial(jax.jit, static_argnums=0)
 def run_maxima(task: Task, operands: dict) -> jax.Array:
     """uint32 bits of the largest finite block maximum of x."""
-    task = dataclasses.replace(task.flattened(), tuning=dataclasses.replace(task.tuning, units=8, rounds=1))
+    task = dataclasses.replace(task.flattened(), tuning=Tuning(units=8))
     blocks = _flat_blocks(task)
     top = _launch(_maxima, task, operands, {"top": jax.ShapeDtypeStruct((blocks,), jnp.uint32)}, blocks, scratch=True)
     return jnp.max(top["top"])
