@@ -83,6 +83,12 @@ def test_bytes_equal_the_reference_on_gpu_and_cpu(fmt):
     same(got, q_(x, fmt, REFERENCE))
 
 
+@pytest.mark.parametrize("rows", [1408, 1301])
+def test_four_over_six_of_so_much_data_that_a_grid_walks_over_it(rows):
+    x, g = hard(rows, 7168), jnp.float32(1 / 700)
+    same(q_(x, "nvfp4_4o6", KERNEL, global_scale=g), q_(x, "nvfp4_4o6", REFERENCE, global_scale=g))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token", "nvfp4_token_4o6"])
 def test_bytes_equal_the_reference_for_other_inputs(fmt, dtype):
