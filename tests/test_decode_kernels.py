@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import permute_emulator
 import pytest
+from aot_report import aot_report
 
+from jmoe import compat
 from pallas_kernels import decode
 from pallas_kernels.decode import mosaic_attend, mosaic_common, mosaic_experts, mosaic_linear, reference
 from pallas_kernels.route import Rule, choose_experts
@@ -202,3 +204,12 @@ def test_what_the_kernels_cannot_do_is_said(rng):
     jax.eval_shape(
         lambda *a: decode.attend(*a[:3], a[3:5], a[5:7], *a[7:], eps=1e-6), *args
     )  # three to a key head: the plain form
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason="Mosaic kernels need JAX >= 0.11")
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_machine_code_fits_the_registers(arch):
+    report = aot_report("aot_decode.py", arch)
+    assert len(report) == 11
+    assert all(0 < registers <= 168 and not spilled for registers, spilled in report.values()), report
