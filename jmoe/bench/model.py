@@ -141,8 +141,11 @@ def filled_cache(
     """A cache of `size` slots, of which every sequence has filled `context`, with random keys and values."""
     like = _cache_like(example, config, batch, size, mesh)
     leaves, tree = jax.tree.flatten(like.kv)
-    how = dict(static_argnums=(1, 2), out_shardings=leaves[0].sharding)
-    make = jax.jit(lambda key, shape, dtype: jax.random.normal(key, shape, dtype), **how)
+    make = jax.jit(
+        lambda key, shape, dtype: jax.random.normal(key, shape, dtype),
+        static_argnums=(1, 2),
+        out_shardings=leaves[0].sharding,
+    )
     keys = jax.random.split(jax.random.key(0), len(leaves))
     kv = [make(key, a.shape, a.dtype) for key, a in zip(keys, leaves, strict=True)]
     valid = jnp.broadcast_to(jnp.arange(size)[None, :] < context, (batch, size))

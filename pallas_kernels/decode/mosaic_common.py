@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 
@@ -46,6 +47,6 @@ def turns(o: Thread, count: int, body):
 
 def launch_updating(program, task, operands, outputs, *, updated: tuple[str, ...] = (), **how) -> dict[str, jax.Array]:
     """`launch` with some operands that are written in place; they are among the results."""
-    refs = {name: jax.new_ref(operands[name]) for name in updated}
+    refs: dict[str, Any] = {name: jax.new_ref(operands[name]) for name in updated}
     out = launch(program, task, {**operands, **refs}, outputs, **how)
     return out | {name: jax.freeze(ref) for name, ref in refs.items()}

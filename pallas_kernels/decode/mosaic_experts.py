@@ -135,19 +135,18 @@ def experts_obstacle(x: jax.Array, gate_up: jax.Array, down: jax.Array, top_k: i
 def run_experts(x: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     (top_k,), (_, _, width, columns) = ids.shape, gate_up.shape
     each = lambda rows: -(-rows // (4 * MULTIPROCESSORS * EXPERT_WARPS))  # noqa: E731  # four blocks to each
-    how = dict(threads=32 * EXPERT_WARPS)
+    threads = 32 * EXPERT_WARPS
     task = Experts(top_k, columns, width, each(top_k * width))
-    operands, results = (
-        {"x": x, "ids": ids, "gate_up": gate_up},
-        {"hidden": jax.ShapeDtypeStruct((top_k, width), x.dtype)},
-    )
-    out = launch_updating(expert_up, task, operands, results, blocks=top_k * task.up_blocks, name="expert_up", **how)
+    operands = {"x": x, "ids": ids, "gate_up": gate_up}
+    results = {"hidden": jax.ShapeDtypeStruct((top_k, width), x.dtype)}
+    blocks = top_k * task.up_blocks
+    out = launch_updating(expert_up, task, operands, results, blocks=blocks, threads=threads, name="expert_up")
     task = Experts(top_k, columns, width, each(columns))
     operands = {"hidden": out["hidden"], "ids": ids, "weights": weights, "down": down}
     results = {"out": jax.ShapeDtypeStruct(x.shape, x.dtype)}
-    return launch_updating(expert_down, task, operands, results, blocks=task.down_blocks, name="expert_down", **how)[
-        "out"
-    ]
+    blocks = task.down_blocks
+    out = launch_updating(expert_down, task, operands, results, blocks=blocks, threads=threads, name="expert_down")
+    return out["out"]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -163,6 +162,6 @@ def run_route(
         "places": jax.ShapeDtypeStruct((top_k,), jnp.int32),
         "sizes": jax.ShapeDtypeStruct((experts,), jnp.int32),
     }
-    how = dict(blocks=1, threads=32 * route.WARPS, name="choose_and_sort")
-    out = launch_updating(choose_and_sort, task, operands, results, **how)
+    threads = 32 * route.WARPS
+    out = launch_updating(choose_and_sort, task, operands, results, blocks=1, threads=threads, name="choose_and_sort")
     return out["weights"], out["places"], out["sizes"]

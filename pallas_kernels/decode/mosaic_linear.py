@@ -223,8 +223,18 @@ def run_normed_linear(
     # One block to a multiprocessor, or four for a large vocabulary; few warps to a block where there are few rows.
     threads = 128 if outputs <= 1024 else 256
     adds = 0 if add is None else 1 if places is None else places.shape[0]
-    how = dict(adds=adds, weighted=places is not None, eps=eps, copies=copies)
-    task = Linear(columns, outputs, threads, _rows(outputs, threads), wide, True, **how)
+    task = Linear(
+        columns,
+        outputs,
+        threads,
+        _rows(outputs, threads),
+        wide,
+        True,
+        adds=adds,
+        weighted=places is not None,
+        eps=eps,
+        copies=copies,
+    )
     operands = {"x": x, "scale": scale.astype(x.dtype), "w": w}
     operands |= {n: a for n, a in (("add", add), ("places", places), ("weights", weights)) if a is not None}
     results = {
