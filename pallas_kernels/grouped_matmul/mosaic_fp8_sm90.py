@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .mosaic_sm90 import (
     BOX,
     CONSUMERS,
+    SMEM_BYTES,
     SWIZZLE,
     arrive,
     as_views,
@@ -62,9 +63,12 @@ class Fp8Config:
         if self.block_m not in (2 * BOX, 4 * BOX):
             raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
 
-    def fitted(self, tiles: int) -> Fp8Config:
-        """As mosaic_sm90.Config.fitted."""
-        return dataclasses.replace(self, cluster=1) if wasteful(self.cluster, tiles) else self
+    def fitted(self, tiles: int, groups: int) -> Fp8Config:
+        """As mosaic_sm90.Config.fitted; and where the tables of many groups leave no room, results leave from one."""
+        c = dataclasses.replace(self, cluster=1) if wasteful(self.cluster, tiles) else self
+        tables = pl.cdiv(16 * (groups + 1), 1024) * 1024
+        fits = c.smem_bytes() + tables + 1024 <= SMEM_BYTES
+        return c if fits else dataclasses.replace(c, out_slots=1)
 
     def smem_bytes(self) -> int:
         """Shared memory of one block with BF16 results, barriers left out."""
@@ -304,7 +308,7 @@ def grouped_matmul_fp8(
 ) -> jax.Array:  # [M, N]
     """Rows of x times the transposed weight of their group. M >= 64; N a multiple of 64, K of 128."""
     (m, k), n = x.shape, w.shape[1]
-    c = config.fitted(pl.cdiv(n, _TILE_N))
+    c = config.fitted(pl.cdiv(n, _TILE_N), group_sizes.shape[0])
     out_dtype = jnp.dtype(out_dtype)
     if m < BOX or n % 64 or k % _BLOCK:
         raise ValueError(
