@@ -2,21 +2,28 @@
 
 T rows, K contraction, N columns, E groups. With many rows per group the figure is TFLOP/s; with few it is GB/s of the
 bytes of the weights that were touched, as a share of the copy bandwidth measured in the same run. The whole operation
-is timed, the schedule of tiles included. torch's CUTLASS kernels are peers where torch is installed: both sides run the
-same number of calls back to back, in turns and after the same pause, because a GPU at its power limit slows down.
+is timed, what lays out its tiles included.
+
+Products of many rows heat a GPU to its power limit within milliseconds, and then it slows down (an H200 to 1.4 of
+1.98 GHz). So they are timed under load, after half as long of the same; "burst" is the same in 20 calls after a pause.
+torch's CUTLASS kernels are peers where torch is installed: the same load, in turns with ours. Everything is compiled
+before anything is timed, in threads.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,28 +33,19 @@ from jax import lax
 from pallas_kernels.grouped_matmul import grouped_matmul, tuning
 from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
 
-from .common import (
-    NoProgress,
-    Progress,
-    Record,
-    chain,
-    copy_bandwidth,
-    jit_donating,
-    relative_error,
-    time_chain,
-)
+from .common import NoProgress, Progress, Record, copy_bandwidth, wanted
 
+_SHARED = {"cluster": 2, "share": "weights"}
 CANDIDATES = {
     "prefill": [
         {**tile, "lead": lead, "prefetch": prefetch}
         for tile in (
-            {},
             {"block_n": 192},
-            {"cluster": 2, "share": "weights"},
-            {"block_m": 256, "block_n": 128},
+            _SHARED,
+            {**_SHARED, "slab": 144, "out_slots": 1},
             {"block_m": 256, "block_n": 128, "cluster": 2},
         )
-        for lead, prefetch in ((0, 0), (2, 0), (2, 4))
+        for lead, prefetch in ((2, 0), (1, 2))
     ],
     "decode": [
         {"block_t": t, "consumers": c, "chunks": k, "stages": s, "per_sm": p}
@@ -61,7 +59,10 @@ CANDIDATES = {
 DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
 DECODE_ROWS = 64
 PREFILL_CALLS, DECODE_CALLS = 20, 200  # in one chain, and of torch's: 6 to 25 ms
-PAUSE = 0.02  # seconds before each chain
+PAUSE = 0.02  # seconds before each burst
+LOAD = 0.5  # seconds of chains, of which the second half counts
+SHOWN = 16  # rows of a group that the error is taken from
+_IMPOSSIBLE = np.float32(1.2345678e30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Shape:
             sizes[active[: self.rows - sizes.sum()]] += 1
         return sizes
 
+    @property
+    def even(self) -> bool:
+        """Whether all groups have as many rows, as torch's do."""
+        return self.sizes == "equal" and self.active is None
+
 
 SHAPES = (
     Shape(8192, 4096, 3072, 32),
@@ -118,6 +124,7 @@ SMOKE_SHAPES = (Shape(512, 128, 128, 4), Shape(8, 128, 128, 4, active=2), Shape(
 FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4", "fp8_128x128")
 SMOKE_FORMATS = ("bf16", "fp8", "nvfp4")
 TRAINING = "bf16 forward+backward"
+STOCK = "stock JAX (lax.ragged_dot), bf16"
 PEERS = {
     "bf16": "torch._grouped_mm",
     "fp8": "torch._scaled_grouped_mm, one scale for each row",
@@ -125,12 +132,24 @@ PEERS = {
 }
 
 
+def cases(smoke: bool) -> list[tuple[Shape, str]]:
+    """What is measured, the most telling first: groups of unlike sizes and the largest arrays only in BF16 and FP8."""
+    shapes, formats = (SMOKE_SHAPES, SMOKE_FORMATS) if smoke else (SHAPES, FORMATS)
+    many, few = [s for s in shapes if not s.decode], [s for s in shapes if s.decode]
+    even = [s for s in many if s.even]
+    chosen = [(s, f) for s in even for f in ("bf16", "fp8")]
+    chosen += [(s, "bf16") for s in many if not s.even]
+    chosen += [(s, f) for s in few for f in formats if f != "fp8"]
+    chosen += [(even[0], f) for f in formats if f not in ("bf16", "fp8")]
+    return chosen + [(s, TRAINING) for s in even] + [(even[0], STOCK)]
+
+
 def operands(key: jax.Array, shape: Shape, fmt: str):
     """x [T, K] and w [E, N, K]: "bf16"; "fp8": both in blocks of 128; else BF16 rows and weights of that format."""
     x = jax.random.normal(key, (shape.rows, shape.k), jnp.bfloat16)
     w = jax.random.normal(jax.random.fold_in(key, 1), (shape.groups, shape.n, shape.k), jnp.bfloat16)
     w = w * jnp.bfloat16(0.02)
-    if fmt in ("bf16", TRAINING):
+    if fmt in ("bf16", TRAINING, STOCK):
         return x, w
     if fmt == "fp8":
         return quantize(x, "fp8_128"), quantize_weights(w, "fp8_128x128")
@@ -142,31 +161,100 @@ def weight_bytes(w: jax.Array | QTensor, touched: float) -> float:
     return w.nbytes * touched / w.shape[0]
 
 
-@functools.partial(jax.jit, static_argnames="out_dtype")
-def _matmul(x, w, sizes, *, out_dtype=jnp.bfloat16):
-    return grouped_matmul(x, w, sizes, out_dtype=out_dtype)
+def _product(x, w, sizes):
+    return grouped_matmul(x, w, sizes, out_dtype=jnp.bfloat16)
 
 
-@jax.jit
+def _stock(x, w, sizes):
+    return lax.ragged_dot(x, jnp.swapaxes(w, 1, 2), sizes)
+
+
 def _train(x, w, sizes):
     """The product, and both gradients of a sum that weights it with itself."""
     y, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)
     return y, *back(y)
 
 
-def _error(x, w, sizes: np.ndarray, groups: int = 3) -> float:
-    """Relative error against the float32 product of the dequantised operands, in the first occupied groups."""
-    y = _matmul(x, w, jnp.asarray(sizes))
-    x = dequantize(x, jnp.float32) if isinstance(x, QTensor) else x.astype(jnp.float32)
-    ends = np.cumsum(sizes)
-    actual, exact = [], []
-    for g in np.flatnonzero(sizes)[:groups]:
-        rows = slice(int(ends[g] - sizes[g]), int(ends[g]))
-        one = jax.tree.map(lambda a, g=g: a[g : g + 1] if a.ndim and a.shape[0] == len(sizes) else a, w)
-        one = dequantize(one, jnp.float32) if isinstance(one, QTensor) else one.astype(jnp.float32)
-        exact.append(np.asarray(jnp.matmul(x[rows], one[0].T, precision=lax.Precision.HIGHEST)))
-        actual.append(np.asarray(y[rows].astype(jnp.float32)))
-    return relative_error(np.concatenate(actual), np.concatenate(exact))
+def _chain(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """(sizes [draws, E], x, w) -> the result of the last of `calls` calls, each of which needs the one before.
+
+    One small kernel before each: it takes the next draw of sizes, if an element of every result is not an impossible
+    number (which no compiler can know).
+    """
+
+    def run(draws, x, w):
+        def following(i, results):
+            tokens = [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(results)]
+            never = jnp.stack(tokens).max() == _IMPOSSIBLE
+            return call(x, w, draws[lax.rem(i, draws.shape[0])] + never.astype(jnp.int32))
+
+        return lax.fori_loop(1, calls, following, call(x, w, draws[0]))
+
+    return run
+
+
+def _error(x, w, sizes, results):
+    """Relative error of up to SHOWN rows of each of the first occupied groups against the dequantised operands' product
+    in float32."""
+    y = jax.tree.leaves(results)[0]
+
+    def rows_of(a, rows):
+        one = jax.tree.map(lambda v: v[rows] if v.ndim else v, a)
+        return dequantize(one, jnp.float32) if isinstance(a, QTensor) else one.astype(jnp.float32)
+
+    ends = jnp.cumsum(sizes)
+    wrong, exact = 0.0, 0.0
+    for group in jnp.argsort(sizes == 0, stable=True)[:3]:
+        rows = ends[group] - sizes[group] + jnp.arange(SHOWN)
+        here = (jnp.arange(SHOWN) < sizes[group])[:, None]
+        rows = jnp.minimum(rows, y.shape[0] - 1)
+        product = jnp.matmul(rows_of(x, rows), rows_of(w, group[None])[0].T, precision=lax.Precision.HIGHEST)
+        wrong += jnp.sum(jnp.where(here, y[rows].astype(jnp.float32) - product, 0.0) ** 2)
+        exact += jnp.sum(jnp.where(here, product, 0.0) ** 2)
+    return jnp.sqrt(wrong / exact)
+
+
+class Program:
+    """A format at a shape, for any group sizes: what makes its operands, a chain of calls, and its error."""
+
+    def __init__(self, shape: Shape, fmt: str, smoke: bool = False):
+        calls = {TRAINING: _train, STOCK: _stock}
+        self.calls = 2 if smoke or fmt == STOCK else DECODE_CALLS if shape.decode else PREFILL_CALLS
+        draws = jax.ShapeDtypeStruct((draws_of(shape, smoke), shape.groups), jnp.int32)
+        make = jax.jit(lambda key: operands(key, shape, fmt))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        x, w = jax.eval_shape(make, key)
+        run = jax.jit(_chain(calls.get(fmt, _product), self.calls))
+        results = jax.eval_shape(run, draws, x, w)
+        sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
+        self._lowered = make.lower(key), run.lower(draws, x, w), jax.jit(_error).lower(x, w, sizes, results)
+
+    def compile(self) -> None:
+        """May run in a thread; nothing may be timed meanwhile."""
+        self.make, self.run, self.error = (lowered.compile() for lowered in self._lowered)
+
+
+def draws_of(shape: Shape, smoke: bool) -> int:
+    """How many draws of group sizes: where few groups are active, so many that their weights exceed the L2 cache."""
+    return 1 if smoke else 16 if shape.decode and shape.active else 2
+
+
+def _programs(wanted_cases: Sequence[tuple[Shape, str]], smoke: bool) -> dict[tuple, Program]:
+    """One for each format and size of arrays, compiled."""
+    programs = {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = []
+        for shape, fmt in wanted_cases:
+            if _key(shape, fmt) not in programs:
+                programs[_key(shape, fmt)] = program = Program(shape, fmt, smoke)
+                waiting.append(pool.submit(program.compile))
+        for future in waiting:
+            future.result()
+    return programs
+
+
+def _key(shape: Shape, fmt: str) -> tuple:
+    return fmt, shape.rows, shape.k, shape.n, shape.groups, shape.decode, shape.decode and shape.active
 
 
 class Torch:
@@ -228,124 +316,142 @@ for line in sys.stdin:
 """
 
 
-def _beside(torch: Torch, calls: int, once, rounds: int = 5) -> tuple[float, float]:
-    """Median seconds of one call, of ours (`once()` is a chain of `calls`) and of torch's, in turns."""
-    ours, theirs = [], []
+def _bursts(*runs: Callable[[], float], rounds: int = 5) -> list[float]:
+    """Median seconds of each, in turns, each after a pause."""
+    times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds + 1):
-        for run, times in ((once, ours), (lambda: torch.ask(calls), theirs)):
+        for run, seconds in zip(runs, times, strict=True):
             time.sleep(PAUSE)
-            times.append(run())
-    return statistics.median(ours[1:]), statistics.median(theirs[1:])
+            seconds.append(run())
+    return [statistics.median(t[1:]) for t in times]
 
 
-def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
-    """Every shape in every format; FP8 activations and training only where rows are many (and equal)."""
+def _under_load(*runs: Callable[[], float]) -> list[float]:
+    """Median seconds of each, in two turns, each after a while of nothing else."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(2 if len(runs) > 1 else 1):
+        for run, seconds in zip(runs, times, strict=True):
+            turn, start = [], time.perf_counter()
+            while time.perf_counter() - start < LOAD:
+                turn.append(run())
+            seconds += turn[len(turn) // 2 :]
+    return [statistics.median(t) for t in times]
+
+
+def run(smoke: bool, progress: Progress | None = None, only: re.Pattern[str] | None = None) -> list[Record]:
+    """What `cases` says. only: of the figures whose name and case it is found in."""
     progress = progress or NoProgress()
-    shapes, formats = (SMOKE_SHAPES, SMOKE_FORMATS) if smoke else (SHAPES, FORMATS)
-    cases = [(s, f) for s in shapes for f in formats if not (f == "fp8" and s.decode)]
-    cases += [(s, TRAINING) for s in shapes if not s.decode and s.sizes == "equal" and s.active is None]
-    progress.start(len(cases))
+    chosen = [(s, f) for s, f in cases(smoke) if wanted(only, f, s.case)]
+    progress.start(len(chosen) + 1)
+    progress.step("compiling")
     records = []
     with contextlib.closing(Torch(not smoke)) as torch:
+        programs = _programs(chosen, smoke)
         copy = copy_bandwidth()
-        for i, (shape, fmt) in enumerate(cases):
+        for i, (shape, fmt) in enumerate(chosen):
             progress.step(f"{fmt} {shape.case}")
-            records.append(measure(shape, fmt, jax.random.key(i), copy, torch, smoke))
+            found = measure(programs[_key(shape, fmt)], shape, fmt, jax.random.key(i), copy, torch, smoke)
+            for record in found:
+                progress.record(record)
+            records += found
     return records
 
 
-def _chain_once(step, inputs, calls: int):
-    """A function that runs a chain of at least `calls` calls and returns the seconds of one."""
-    calls = -(-calls // len(inputs)) * len(inputs)
-    run = jit_donating(chain(step, calls=calls))
-    firsts, rest = tuple(i[0] for i in inputs), tuple((None, *i[1:]) for i in inputs)
-    firsts = jax.tree.map(jnp.copy, firsts)
+def measure(
+    program: Program, shape: Shape, fmt: str, key: jax.Array, copy: float, torch: Torch | None, smoke: bool = False
+) -> list[Record]:
+    """The figure of `fmt` (one of FORMATS, TRAINING or STOCK), and with torch as a peer that of bursts.
 
-    def once() -> float:
-        nonlocal firsts
-        start = time.perf_counter()
-        firsts, results = run(firsts, rest)
-        jax.block_until_ready((firsts, results))
-        return (time.perf_counter() - start) / calls
-
-    once()
-    return once
-
-
-def measure(shape: Shape, fmt: str, key: jax.Array, copy: float, torch: Torch | None, smoke: bool = False) -> Record:
-    """One figure: `fmt` is one of FORMATS or TRAINING; copy: GB/s of the copy bandwidth."""
+    copy: GB/s of the copy bandwidth.
+    """
     rng = np.random.default_rng(0)
-    draws = 1 if smoke else 2 if shape.active is None else 16
-    x, w = operands(key, shape, fmt)
-    sizes = [shape.group_sizes(rng) for _ in range(draws)]
-    # Different groups are active in each call of the chain, so that small shapes do not run from the L2 cache.
-    inputs = [(jnp.asarray(s), x, w) for s in sizes]
-    call = _train if fmt == TRAINING else _matmul
+    sizes = np.stack([shape.group_sizes(rng) for _ in range(draws_of(shape, smoke))])
+    draws = jnp.asarray(sizes)
+    x, w = program.make(key)
+    results: Any = program.run(draws, x, w)
+    last = jnp.asarray(sizes[(program.calls - 1) % len(sizes)])
+    error = float(program.error(x, w, last, results))
+    del results
 
-    def step(s, x, w):
-        return call(x, w, s)
+    def ours() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(program.run(draws, x, w))
+        return (time.perf_counter() - start) / program.calls
 
-    peer_seconds = None
-    even = shape.sizes == "equal" and shape.active is None
-    if torch and fmt in PEERS and even and torch.ask("load", shape.rows, shape.k, shape.n, shape.groups, fmt):
-        calls = DECODE_CALLS if shape.decode else PREFILL_CALLS
-        seconds, peer_seconds = _beside(torch, calls, _chain_once(step, inputs, calls))
-    elif smoke:
-        seconds = time_chain(step, inputs, calls=2, repeats=1).median
-    else:
-        seconds = time_chain(step, inputs, calls=DECODE_CALLS if shape.decode else PREFILL_CALLS).median
+    sides: list[Callable[[], Any]] = [ours]
+    if torch and fmt in PEERS and shape.even:
+        if torch.ask("load", shape.rows, shape.k, shape.n, shape.groups, fmt):
+            sides.append(lambda: torch.ask(program.calls))
     flops = 2.0 * shape.rows * shape.k * shape.n * (3 if fmt == TRAINING else 1)
-    touched = float(np.mean([(s > 0).sum() for s in sizes]))
+    touched = float(np.mean(np.sum(sizes > 0, axis=1)))
     amount, unit = (weight_bytes(w, touched) / 1e9, "GB/s") if shape.decode else (flops / 1e12, "TFLOP/s")
     if shape.decode:
         ceiling, ceiling_name = copy, "copy"
     else:
         ceiling, ceiling_name = DENSE_TFLOPS["fp8" if fmt == "fp8" else "bf16"], "datasheet"
-    peer = None if peer_seconds is None else amount / peer_seconds
-    return Record(
-        name=fmt,
-        case=shape.case,
-        value=amount / seconds,
-        unit=unit,
-        seconds=seconds,
-        ceiling=ceiling,
-        ceiling_name=ceiling_name,
-        peer=peer,
-        peer_name="" if peer is None else PEERS[fmt],
-        error=_error(x, w, sizes[0]),
-        error_name="relative to float32",
-        meaningful=not smoke and jax.default_backend() == "gpu",
-        parameters={**dataclasses.asdict(shape), "format": fmt},
-    )
+
+    def record(name: str, seconds: float, peer: float | None = None) -> Record:
+        return Record(
+            name=name,
+            case=shape.case,
+            value=amount / seconds,
+            unit=unit,
+            seconds=seconds,
+            ceiling=ceiling,
+            ceiling_name=ceiling_name,
+            peer=None if peer is None else amount / peer,
+            peer_name="" if peer is None else PEERS[fmt],
+            error=error,
+            error_name="relative to float32",
+            meaningful=not smoke and jax.default_backend() == "gpu",
+            parameters={**dataclasses.asdict(shape), "format": fmt},
+        )
+
+    if smoke:
+        return [record(fmt, ours())]
+    if shape.decode or fmt == STOCK:
+        return [record(fmt, *_bursts(*sides))]
+    short = [record(f"{fmt}, burst", *_bursts(*sides))] if len(sides) > 1 or not shape.even else []
+    return [record(fmt, *_under_load(*sides)), *short]
 
 
-def tune(progress: Progress | None = None) -> list[Record]:
+def tune(
+    progress: Progress | None = None, shapes: Sequence[Shape] = SHAPES, formats: Sequence[str] = FORMATS
+) -> list[Record]:
     """Times the candidates of every shape and weight format, and writes the fastest as rules to `tuning.USER_FILE`."""
     progress = progress or NoProgress()
-    formats = [f for f in FORMATS if f != "fp8"]
-    cases = [(s, f) for s in SHAPES if s.sizes == "equal" for f in formats if s.decode or f == "bf16"]
-    progress.start(len(cases))
+    chosen = [(s, f) for s in shapes if s.sizes == "equal" for f in formats if f != "fp8" and (s.decode or f == "bf16")]
+    progress.start(len(chosen))
     records, rules = [], []
-    for i, (shape, fmt) in enumerate(cases):
+    for i, (shape, fmt) in enumerate(chosen):
         progress.step(f"{fmt} {shape.case}")
         kernel = "decode" if shape.decode else "prefill"
-        rows = tuning.rows_per_group(shape.rows, shape.groups)
-        timed = []
-        for candidate in CANDIDATES[kernel]:
-            with tuning.override({kernel: candidate}):
-                _matmul.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
-                try:
-                    record = measure(shape, fmt, jax.random.key(i), 1.0, None)
-                except ValueError:  # does not fit into shared memory, or not this shape
-                    continue
-            if record.error is not None and record.error < 4e-3:
-                timed.append((record.seconds, candidate, record))
+        timed = [
+            (record.seconds, candidate, record)
+            for candidate, program in _candidates(kernel, shape, fmt)
+            for record in measure(program, shape, fmt, jax.random.key(i), 1.0, None)[:1]
+            if record.error is not None and record.error < 4e-3
+        ]
         if timed:
-            _, candidate, record = min(timed, key=lambda t: t[0])
+            _, candidate, record = min(timed, key=lambda t: t[0] or 0.0)
+            rows = tuning.rows_per_group(shape.rows, shape.groups)
             weights = {"bf16": "bfloat16"}.get(fmt, fmt)
-            rule = dict(kernel=kernel, weights=weights, max_rows=rows, n=shape.n, k=shape.k, config=candidate)
-            rules.append(rule)
+            rules.append(dict(kernel=kernel, weights=weights, max_rows=rows, n=shape.n, k=shape.k, config=candidate))
             records.append(dataclasses.replace(record, name=f"{fmt} {candidate}", ceiling=None, ceiling_name=""))
-    _matmul.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+            progress.record(records[-1])
     tuning.write_rules(tuning.USER_FILE, rules)
     return records
+
+
+def _candidates(kernel: str, shape: Shape, fmt: str) -> list[tuple[dict[str, Any], Program]]:
+    """The candidates that this shape can have, compiled."""
+    able = []
+    for candidate in CANDIDATES[kernel]:
+        try:
+            with tuning.override({kernel: candidate}):
+                able.append((candidate, Program(shape, fmt)))
+        except ValueError:  # does not fit into shared memory, or not this shape
+            continue
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda pair: pair[1].compile(), able))
+    return able

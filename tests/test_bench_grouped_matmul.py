@@ -1,0 +1,74 @@
+"""The benchmark of the grouped matmul: what it measures, its error, and the tuning file that it writes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.bench import grouped_matmul as bench
+from jmoe.bench.grouped_matmul import Shape
+from pallas_kernels.grouped_matmul import tuning
+
+SMALL = Shape(96, 128, 64, 4)
+
+
+def test_every_format_is_measured_where_few_rows_make_it_count_and_each_program_once():
+    cases = bench.cases(smoke=False)
+    assert len(cases) == len(set(cases))
+    assert {f for s, f in cases if s.decode} == set(bench.FORMATS) - {"fp8"}
+    assert {s for s, f in cases if f == "bf16"} == set(bench.SHAPES)
+    assert len({bench._key(s, f) for s, f in cases}) < 32  # each is traced in about 2 s
+
+
+def test_draws_differ_and_keep_their_sum():
+    for shape in bench.SHAPES:
+        a, b = (shape.group_sizes(np.random.default_rng(i)) for i in (0, 1))
+        assert a.sum() == b.sum() == shape.rows and (a > 0).sum() <= (shape.active or shape.groups)
+        assert shape.even or not np.array_equal(a, b)
+
+
+def test_a_chain_passes_through_the_draws_and_ends_with_the_last():
+    x, w = bench.operands(jax.random.key(0), SMALL, "bf16")
+    draws = jnp.asarray([[96, 0, 0, 0], [0, 96, 0, 0], [0, 0, 0, 96]], jnp.int32)
+    y = jax.jit(bench._chain(bench._product, 5))(draws, x, w)
+    np.testing.assert_array_equal(y, bench._product(x, w, draws[4 % 3]))
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])
+def test_the_error_is_that_of_rounding_and_sees_a_wrong_row(fmt):
+    x, w = bench.operands(jax.random.key(0), SMALL, fmt)
+    sizes = jnp.asarray([0, 5, 70, 21], jnp.int32)
+    y = bench._product(x, w, sizes)
+    assert 1e-4 < bench._error(x, w, sizes, y) < 4e-3
+    assert bench._error(x, w, sizes, (y.at[5 + 3].multiply(2),)) > 0.05
+
+
+def test_only_the_figures_that_are_asked_for_are_measured_and_told():
+    told = []
+
+    class Told(bench.NoProgress):
+        def record(self, record):
+            told.append(record)
+
+    records = bench.run(True, Told(), re.compile(r"^bf16 T=8 "))
+    assert [(r.name, r.case) for r in records] == [("bf16", "T=8 K=128 N=128 E=4 (2 active)")] and told == records
+    assert not records[0].meaningful and records[0].error < 4e-3
+
+
+def test_tuning_writes_the_rules_of_the_fastest_candidates(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "USER_FILE", tmp_path / "user.json")
+    monkeypatch.setattr(bench, "LOAD", 0.01)
+    monkeypatch.setattr(bench, "CANDIDATES", {"prefill": [{"lead": 0}, {"lead": 1}], "decode": [{"block_t": 8}]})
+    few = Shape(8, 128, 64, 4)
+    records = bench.tune(shapes=[Shape(512, 128, 64, 4), few], formats=["bf16", "fp8", "nvfp4"])
+    assert len(records) == 3 and all(r.error < 4e-3 for r in records)
+    rules = tuning.read_rules(tuning.USER_FILE)
+    assert [(r["kernel"], r["weights"]) for r in rules] == [
+        ("prefill", "bfloat16"),
+        ("decode", "bfloat16"),
+        ("decode", "nvfp4"),
+    ]
+    assert tuning.lookup("decode", weights="nvfp4", rows=2, n=64, k=128) == {"block_t": 8}
+    tuning._rules.cache_clear()
