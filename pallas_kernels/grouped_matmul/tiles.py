@@ -24,8 +24,9 @@ from jax import lax
 
 from .schedule import max_tiles, sums_before
 
-#: Each thread compares its group with all others: of more groups, XLA makes the tables.
-MAX_GROUPS = 256
+#: Each thread compares its group with all others, and shared memory holds the tables beside the stages: of more groups,
+#: XLA makes the tables.
+MAX_GROUPS = 128
 
 
 class Tiles(NamedTuple):
