@@ -56,3 +56,16 @@ def test_every_record_says_what_share_of_an_elementwise_pass_it_reaches():
         about = r.parameters
         assert about["differing_bytes"] == 0 and about["peers_that_failed"] == {}
         assert about["share_of_elementwise_pass"] == pytest.approx(r.value / about["elementwise_pass"])
+
+
+def test_a_plain_peer_that_fails_is_named_and_costs_no_other_figure(monkeypatch):
+    def broken(x, name):
+        if name == "fp8_128":
+            raise NotImplementedError("not today")
+        return quantize_peers.plain_xla(x, name)
+
+    monkeypatch.setattr(bench, "plain_xla", broken)
+    by_name = {r.name: r for r in bench.run(smoke=True)}
+    failed = by_name["quantise fp8_128"]
+    assert failed.peer is None and failed.value and "not today" in failed.parameters["peers_that_failed"]["plain XLA"]
+    assert by_name["quantise mxfp8"].peer

@@ -7,6 +7,7 @@ each call waits for the one before (one small kernel more for each call). Tensor
 
 Short kernels do not reach the bandwidth of a large copy, and no pass over as many bytes does: beside the share of the
 large copy each record has that of an elementwise pass over the same array, timed in the same way.
+The profiler's kernel times, without the microseconds between kernels, stand beside both.
 Everything is compiled at once, in threads; the torch peers run in a process of their own meanwhile.
 """
 
@@ -40,6 +41,7 @@ from .common import (
     time_chain,
 )
 from .plot import bars
+from .profile import totals
 from .quantize_peers import TorchPeers, plain_xla, plain_xla_inverse
 
 SHAPES = ((16384, 7168), (8192, 4096), (128, 7168))
@@ -51,27 +53,38 @@ SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 
 
 class Program:
-    """f, compiled for a list of input sets; f(one set) is what is timed."""
+    """f, compiled for a list of input sets; f(one set) is what is timed. What goes wrong is raised by `seconds`."""
 
     def __init__(self, f: Callable[[Any], Any], sets: list[Any], *, smoke: bool):
         """sets: arrays, or their shapes where only those are known yet."""
         self.f, self.smoke = f, smoke
         self.few = sets[0].shape[0] <= FEW_ROWS and not smoke
+        self.calls = -(-FEW_CALLS // len(sets)) * len(sets)
+        self.error: Exception | None = None
+        try:
+            self.lowered = self._lower(sets)
+        except Exception as e:
+            self.error = e
+
+    def _lower(self, sets: list[Any]):
+        once = jax.jit(self.f)  # traced and lowered once for all sets
         if self.few:
-            tuples = tuple((s,) for s in sets)
-            firsts, rest = tuple(s for s in sets), tuple((None,) for _ in sets)
-            self.calls = -(-FEW_CALLS // len(tuples)) * len(tuples)
-            self.lowered = jit_donating(chain(lambda x: f(x), calls=self.calls)).lower(firsts, rest)
-        else:
-            once = jax.jit(f)  # traced and lowered once for all sets
-            self.lowered = jax.jit(lambda sets: [once(s) for s in sets]).lower(sets)
+            chained = jit_donating(chain(once, calls=self.calls))
+            return chained.lower(tuple(sets), tuple((None,) for _ in sets))
+        return jax.jit(lambda sets: [once(s) for s in sets]).lower(sets)
 
     def compile(self) -> None:
-        """Compiles; may run in a thread."""
-        self.run = self.lowered.compile()
+        """Compiles, in a thread for instance."""
+        if self.error is None:
+            try:
+                self.run = self.lowered.compile()
+            except Exception as e:
+                self.error = e
 
     def seconds(self, sets: list[Any]) -> tuple[float, list[Any]]:
         """Median seconds of f(one set), and the results of all sets (none for few rows)."""
+        if self.error is not None:
+            raise self.error
         if self.few:
             return time_chain(self.f, [(s,) for s in sets], calls=self.calls, wrap=lambda _: self.run).median, []
         out = jax.block_until_ready(self.run(sets))
@@ -84,6 +97,11 @@ class Program:
             jax.block_until_ready(out)
             times.append((time.perf_counter() - start) / (calls * len(sets)))
         return statistics.median(times), out
+
+    def kernel_seconds(self, sets: list[Any]) -> float | None:
+        """Seconds of the kernels of f(one set), from the profiler; None without it or for few rows."""
+        found = None if self.few else totals(lambda: self.run(sets))
+        return found and found[1] / len(sets)
 
 
 def elementwise(x: jax.Array) -> jax.Array:
@@ -131,28 +149,34 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
             check.result()
     torch.wait()
     progress.start(len(programs))
-    copy, records, passes = copy_bandwidth(), [], {}
+    copy, records, passes, kernels = copy_bandwidth(), [], {}, {}
     quantised: dict[tuple[str, tuple[int, int]], list[QTensor]] = {}
     taken: dict[tuple, float] = {}
     for key, program in programs.items():
         kind, name, shape, how = key
         progress.step(f"{kind} {name} {shape[0]}x{shape[1]}, {how}")
-        if kind == "dequantise":
-            taken[key], _ = program.seconds(quantised[name, shape])
-        else:
-            taken[key], out = program.seconds(sets[shape])
-            if kind == "quantise" and how == OURS and name in DEQUANTISED:
+        own = sets[shape] if kind != "dequantise" else quantised[name, shape]
+        if how != PLAIN:
+            taken[key], out = program.seconds(own)
+            kernels[key] = program.kernel_seconds(own)
+            if kind == "elementwise":
+                passes[shape] = 4 * shape[0] * shape[1] / taken[key] / 1e9
+            elif kind == "quantise" and name in DEQUANTISED:
                 quantised[name, shape] = out
-        if kind == "elementwise":
-            passes[shape] = 4 * shape[0] * shape[1] / taken[key] / 1e9
-        elif how == PLAIN:
-            peers = {PLAIN: taken[key]}
-            if kind == "quantise":
-                peers |= torch.seconds.get((name, *shape), {})
-            record = _record(kind, name, shape, taken[kind, name, shape, OURS], peers, copy, passes, smoke)
-            record.parameters["peers_that_failed"] = {p: why for p, why in torch.reasons.items() if kind == "quantise"}
-            records.append(record)
-            progress.record(record)
+            continue
+        peers, failed = {}, {}
+        try:
+            peers[PLAIN], _ = program.seconds(own)
+        except Exception as e:  # of the peer: the others' figures are still worth having
+            failed[PLAIN] = f"{type(e).__name__}: {str(e)[:200]}"
+        if kind == "quantise" and not program.few:
+            peers |= torch.seconds.get((name, *shape), {})
+            failed |= torch.reasons
+        more = _kernel_time(kernels, kind, name, shape, max(sets, key=lambda s: s[0] * s[1]))
+        more["peers_that_failed"] = failed
+        record = _record(kind, name, shape, taken[kind, name, shape, OURS], peers, copy, passes, smoke, more)
+        records.append(record)
+        progress.record(record)
     return records
 
 
@@ -183,10 +207,10 @@ def _check(name: str, columns: int) -> tuple[float, int]:
     return error, differing_bytes(q, reference)
 
 
-def _record(kind, name, shape, seconds, peers, copy, passes, smoke: bool) -> Record:
+def _record(kind, name, shape, seconds, peers, copy, passes, smoke: bool, more: dict[str, Any]) -> Record:
     rows, columns = shape
     moved = moved_bytes(name, rows, columns)
-    best = min(peers, key=peers.get)
+    best = min(peers, key=peers.get, default="")
     rates = {peer: moved / s / 1e9 for peer, s in peers.items()}
     error, wrong = _check(name, columns)
     return Record(
@@ -197,7 +221,7 @@ def _record(kind, name, shape, seconds, peers, copy, passes, smoke: bool) -> Rec
         seconds=seconds,
         ceiling=copy,
         ceiling_name="copy bandwidth of this run",
-        peer=rates[best],
+        peer=rates.get(best),
         peer_name=best,
         error=error,
         error_name="relative error",
@@ -210,8 +234,18 @@ def _record(kind, name, shape, seconds, peers, copy, passes, smoke: bool) -> Rec
             "peers": rates,
             "elementwise_pass": passes[shape],
             "share_of_elementwise_pass": moved / seconds / 1e9 / passes[shape],
+            **more,
         },
     )
+
+
+def _kernel_time(kernels, kind, name, shape, largest) -> dict[str, Any]:
+    """Seconds of the kernel alone, and its bandwidth as a share of that of the largest elementwise pass's kernel."""
+    ours, passed = kernels[kind, name, shape, OURS], kernels["elementwise", "", largest, "XLA"]
+    if not ours or not passed:
+        return {}
+    share = moved_bytes(name, *shape) / ours / (4 * largest[0] * largest[1] / passed)
+    return {"kernel_seconds": ours, "kernel_share_of_elementwise_pass": share}
 
 
 def plot(records: list[Record], path: str | Path) -> None:
