@@ -64,7 +64,9 @@ def test_two_steps_deliver_the_bytes_of_one_and_sum_alike(backend, wire, hosts):
 
     def run(seed):
         key = jax.random.fold_in(jax.random.key(seed[0]), flat.rank())
-        noise = jax.random.gumbel(key, (tokens, 8 * ranks)) - jnp.log1p(jnp.arange(8 * ranks, dtype=jnp.float32))[None, :]
+        noise = (
+            jax.random.gumbel(key, (tokens, 8 * ranks)) - jnp.log1p(jnp.arange(8 * ranks, dtype=jnp.float32))[None, :]
+        )
         ids = lax.top_k(noise, top_k)[1].astype(jnp.int32)
         ids = jnp.where(jax.random.uniform(key, ids.shape) < 0.1, -1, ids)
         weights = jax.random.uniform(jax.random.fold_in(key, 1), ids.shape)
