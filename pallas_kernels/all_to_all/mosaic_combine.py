@@ -9,8 +9,6 @@ A token's rows are added in float32 in a fixed order, so the same inputs give th
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .mosaic_common import Schedule, completion, int32, kernel_params, row_bytes, share, stages_for
 
 MIN_HIDDEN = 256
-WORD = 31  # bits of an int32 that say which rows exist
 
 
 def combine_rows(
@@ -104,7 +101,6 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
 
     def body(y_ref, *refs):
         table_refs, (out_ref, ring, full, empty) = refs[: len(tables)], refs[len(tables) :]
-        slot_ref = table_refs[1 if weighted else 0]
         me = lax.axis_index(axis_name)
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
@@ -140,24 +136,12 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
 
         @pl.when(role == 1)
         def _add():
-            def present(i):
-                """Which of a token's rows exist, in words of WORD bits: asked for one token ahead of its rows."""
-                token = jnp.minimum(block + i * blocks, int32(tokens - 1))
-                words = []
-                for start in range(0, per_token, WORD):
-                    word = int32(0)
-                    for j in range(start, min(start + WORD, per_token)):
-                        word = word | ((slot_ref[token, j] >= 0).astype(jnp.int32) << (j - start))
-                    words.append(word)
-                return tuple(words)
-
-            def step(i, carry):
-                count, words = carry
+            def step(i, count):
                 token = block + i * blocks
-                following = present(i + int32(1))
 
-                def add_row(word, start, j, carry):
-                    weight = table_refs[2][token, start + j] if weighted else None
+                def add_row(j, carry):
+                    _, row = source(me, token, j, *table_refs)
+                    weight = table_refs[2][token, j] if weighted else None
 
                     def add(_, carry):
                         count, sums = carry
@@ -169,20 +153,16 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
                             values = [weight * value for value in values]
                         return count + int32(1), tuple(total + value for total, value in zip(sums, values, strict=True))
 
-                    return lax.fori_loop(int32(0), (word >> j) & int32(1), add, carry)
+                    return lax.fori_loop(int32(0), (row >= 0).astype(jnp.int32), add, carry)
 
                 layout = plgpu.Layout.WG_STRIDED((length,), vec_size=min(8, length // 128))
-                carry = count, tuple(plgpu.layout_cast(jnp.zeros((length,), jnp.float32), layout) for _ in starts)
-                for number, word in enumerate(words):
-                    rows = min(WORD, per_token - number * WORD)
-                    add_one = functools.partial(add_row, word, int32(number * WORD))
-                    carry = lax.fori_loop(int32(0), int32(rows), add_one, carry)
-                count, sums = carry
+                zeros = tuple(plgpu.layout_cast(jnp.zeros((length,), jnp.float32), layout) for _ in starts)
+                count, sums = lax.fori_loop(int32(0), int32(per_token), add_row, (count, zeros))
                 for start, total in zip(starts, sums, strict=True):
                     out_ref[token, pl.ds(start, length)] = total.astype(out_dtype)
-                return count, following
+                return count
 
-            lax.fori_loop(int32(0), trips, step, (int32(0), present(int32(0))))
+            lax.fori_loop(int32(0), trips, step, int32(0))
             completion(axis_name, num_ranks, schedule)  # every rank may now reuse its rows
 
     return plgpu.kernel(
