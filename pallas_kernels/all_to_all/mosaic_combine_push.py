@@ -2,8 +2,8 @@
 
 Letters: T tokens on this rank, D hidden size, R ranks, C rows reserved for each source rank.
 
-Remote writes use the link better than the remote reads of `mosaic_combine` (two H200s, 8192 rows of 7168: 370 us, the
-reading one 388), and cost a receive buffer of R * C rows.
+Remote writes use the link better than the remote reads of `mosaic_combine` (two H200s, 8192 rows of 7168: 366 us, the
+reading one 383), and cost a receive buffer of R * C rows.
 Rows travel in chunks of a few slots, in slot order; slots follow token order, so the owner's tokens become complete in
 about the order in which its blocks add them, and adding hides behind the link. Each chunk has a semaphore of its own.
 """
@@ -20,7 +20,7 @@ from .mosaic_combine import column_chunks
 from .mosaic_common import SHARED_MEMORY, Schedule, int32, kernel_params, peer_of, row_bytes, share
 
 # Bytes of the rows that share a semaphore. A block has two such chunks on their way; with half of that 8192 rows of
-# 14 KiB take 435 us in place of 363, of 4 KiB 166 in place of 148.
+# 14 KiB take 435 us in place of 363.
 CHUNK_BYTES = 28 * 1024
 ADDERS = 2  # warpgroups of a block that add
 
