@@ -28,9 +28,9 @@ def written(sizes, block, slab):
     groups = len(sizes)
     machine = Threads(1, 384)
     Memory.machine = machine
-    scratch, *tables = (Memory(np.full(4 * (groups + 1), POISON, np.uint8), shared=True) for _ in range(4))
+    tables = [Memory(np.full(4 * (groups + 1), POISON, np.uint8), shared=True) for _ in range(3)]
     source = Memory(np.asarray(sizes, np.int32).view(np.uint8))
-    tiles.write_tiles(machine, groups, block, slab, source, scratch, tables)
+    tiles.write_tiles(machine, groups, block, slab, source, tables)
     return [t.data.view(np.int32) for t in tables]
 
 

@@ -18,8 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_sm90 import (
-    BOX,
-    CONSUMERS,
     SMEM_BYTES,
     SWIZZLE,
     arrive,
@@ -27,19 +25,24 @@ from .mosaic_sm90 import (
     compiler_params,
     drain,
     load_rows,
-    nth_tile,
     num_sms,
-    offset_of,
     row_views,
+    swizzled,
+    wasteful,
+)
+from .mosaic_tiles import (
+    BOX,
+    CONSUMERS,
+    nth_tile,
+    offset_of,
     shares,
     store_box,
     store_rows,
-    swizzled,
+    table_bytes,
     tables,
     tiles_of,
     tiles_of_block,
     walk,
-    wasteful,
 )
 from .schedule import each_tile
 from .tiles import find_tile, num_tiles, read_boxes, uneven
@@ -64,10 +67,9 @@ class Fp8Config:
             raise ValueError(f"block_m={self.block_m}: choose {2 * BOX} or {4 * BOX}.")
 
     def fitted(self, tiles: int, groups: int) -> Fp8Config:
-        """As mosaic_sm90.Config.fitted; and where the tables of many groups leave no room, results leave from one."""
+        """As mosaic_sm90.Config.fitted."""
         c = dataclasses.replace(self, cluster=1) if wasteful(self.cluster, tiles) else self
-        tables = pl.cdiv(16 * (groups + 1), 1024) * 1024
-        fits = c.smem_bytes() + tables + 1024 <= SMEM_BYTES
+        fits = c.smem_bytes() + table_bytes(groups) <= SMEM_BYTES
         return c if fits else dataclasses.replace(c, out_slots=1)
 
     def smem_bytes(self) -> int:

@@ -23,13 +23,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .gate import Gate, gated_product
+from .mosaic_tiles import (
+    BOX,
+    CONSUMERS,
+    SLAB_STEP,
+    columns_halve,
+    held_by,
+    nth_tile,
+    offset_of,
+    shares,
+    store_box,
+    store_rows,
+    store_slab,
+    table_bytes,
+    tables,
+    tiles_of,
+    tiles_of_block,
+    walk,
+)
 from .schedule import each_tile
-from .tiles import MAX_GROUPS, Tiles, find_tile, make_tiles, num_tiles, read_boxes, read_pair, uneven, write_tiles
+from .tiles import find_tile, num_tiles, read_boxes, read_pair, uneven
 
-BOX = 64
-_SLAB_STEP = 16
 SWIZZLE = 128
-CONSUMERS = 2
 SMEM_BYTES = 227 * 1024
 
 
@@ -79,10 +94,10 @@ class Config:
             raise ValueError(f"lead={self.lead}: choose 0 to {self.stages}, the stages; none gets further alone.")
         if not 0 <= self.prefetch * self.block_k <= 256:
             raise ValueError(f"prefetch={self.prefetch}: choose 0 to 4.")
-        fits = self.slab % _SLAB_STEP == 0 and self.block_m <= self.slab < 3 * BOX
+        fits = self.slab % SLAB_STEP == 0 and self.block_m <= self.slab < 3 * BOX
         if self.slab and (not fits or (self.share, self.block_n) != ("weights", 256)):
             raise ValueError(
-                f"slab={self.slab}: choose a multiple of {_SLAB_STEP} from {self.block_m} up, below {3 * BOX}; it goes "
+                f"slab={self.slab}: choose a multiple of {SLAB_STEP} from {self.block_m} up, below {3 * BOX}; it goes "
                 "with share='weights' and block_n=256."
             )
         if self.share == "weights" and (self.cluster, self.block_m) != (2, 2 * BOX):
@@ -91,11 +106,18 @@ class Config:
                 f"blocks of {2 * BOX} rows."
             )
 
-    def fitted(self, tiles: int, out_dtype=jnp.bfloat16) -> Config:
-        """For `tiles` tiles along N: without a cluster, of which one block would have nothing to do too often."""
+    def fitted(self, tiles: int, groups: int, out_dtype=jnp.bfloat16) -> Config:
+        """For `tiles` tiles along N: without a cluster, of which one block would have nothing to do too often.
+
+        Where the tables of many groups leave no room, results leave from one place. Slabs are for results of 16 bits.
+        """
+        c = self
         if wasteful(self.cluster, tiles):
-            return dataclasses.replace(self, cluster=1, share="rows", slab=0)
-        return self if jnp.dtype(out_dtype).itemsize == 2 else dataclasses.replace(self, slab=0)
+            c = dataclasses.replace(c, cluster=1, share="rows", slab=0)
+        if jnp.dtype(out_dtype).itemsize > 2:
+            c = dataclasses.replace(c, slab=0)
+        fits = c.smem_bytes() + table_bytes(groups) <= SMEM_BYTES
+        return c if fits else dataclasses.replace(c, out_slots=1)
 
     @property
     def pair_slab(self) -> int:
@@ -110,7 +132,7 @@ class Config:
     @property
     def slabs(self) -> range:
         """The rows that slabs are rounded up to: each is a program of its own."""
-        return range(BOX + _SLAB_STEP, self.slab + 1, _SLAB_STEP)
+        return range(BOX + SLAB_STEP, self.slab + 1, SLAB_STEP)
 
     def smem_bytes(self, itemsize: int = 2) -> int:
         """Shared memory of one block, barriers left out."""
@@ -222,149 +244,6 @@ def drain(steps, stages: int, empty):
         return ()
 
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, ())
-
-
-def nth_tile(i):
-    """Index of a block's i-th tile. Every second round goes backwards: rounds of unequal tiles even out."""
-    block, blocks = lax.axis_index("block"), lax.axis_size("block")
-    return i * blocks + jnp.where(lax.rem(i, 2) == 1, blocks - 1 - block, block)
-
-
-def tiles_of_block(count):
-    """How many of `count` tiles a block has."""
-    rounds = lax.div(count, lax.axis_size("block"))
-    return rounds + jnp.where(nth_tile(rounds) < count, 1, 0)
-
-
-def walk(index, num_m, num_n: int, band: int):
-    """Tile coordinates (along M, along N) of the index-th tile: bands of `band` columns, snaking along M."""
-    if band in (0, num_n) or num_n % band:
-        return index // num_n, lax.rem(index, num_n)
-    per_band = num_m * band
-    which = lax.div(index, per_band)
-    within = lax.rem(index, per_band)
-    m = lax.div(within, band)
-    m = jnp.where(lax.rem(which, 2) == 1, num_m - 1 - m, m)
-    return m, which * band + lax.rem(within, band)
-
-
-def store_box(value, first_row, columns, out_gmem, write_view, box_view):
-    """Stores value [64, C] at out[first_row:, columns]."""
-    write_view[...] = value
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(box_view, out_gmem.at[pl.ds(first_row, BOX), columns])
-
-
-def store_rows(value, first_row, rows, columns, out_gmem, write_view, box_view, row_view):
-    """Stores value [64, C] at out[first_row:, columns]: a whole box, or row by row where the group has fewer rows."""
-
-    @pl.when(rows >= BOX)
-    def _():
-        store_box(value, first_row, columns, out_gmem, write_view, box_view)
-
-    @pl.when(rows < BOX)
-    def _():
-        row_view[...] = value
-        plgpu.commit_smem()
-
-        def one(i, _):
-            plgpu.copy_smem_to_gmem(row_view.at[pl.ds(i, 1)], out_gmem.at[pl.ds(first_row + i, 1), columns])
-            return ()
-
-        lax.fori_loop(0, rows, one, ())
-
-
-def held_by(slab_rows, held: int):
-    """Whether a slab of so many rows is one of those that are rounded up to `held`."""
-    return (slab_rows > held - _SLAB_STEP) & (slab_rows <= held)
-
-
-def store_slab(value, first_row, rows, columns, out_gmem, write_view, box_view, row_view):
-    """Stores value [64, C] transposed at out[first_row:, columns]: all C rows of `out`, or if given the first `rows`.
-
-    What is beyond whole runs of 8 rows goes row by row.
-    """
-    count = value.shape[1]
-
-    def write(view, value):
-        value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-        view.at[pl.ds(0, value.shape[1])].T[...] = value
-        plgpu.commit_smem()
-
-    def copy(source, start, size, row):
-        target = out_gmem.at[pl.ds(first_row + row, size), columns]
-        plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], target)
-
-    write(write_view, value)
-    if rows is None:
-        copy(box_view, 0, count, 0)
-        return
-    for start in range(0, count, 8):
-        pl.when(rows >= start + 8)(functools.partial(copy, box_view, start, 8, start))
-    left = lax.rem(rows, 8)
-
-    @pl.when((left > 0) & (rows > 0))
-    def _():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the whole runs are read from the same bytes
-        last = count - min(count, _SLAB_STEP)
-        write(row_view, value[:, last:])
-
-        def one(i, _):
-            row = rows - left + i
-            copy(row_view, row - last, 1, row)
-            return ()
-
-        lax.fori_loop(0, left, one, ())
-
-
-def columns_halve(width: int) -> bool:
-    """Whether the warpgroups can take half the columns each, in the chunks of 64 that are stored."""
-    return width % (CONSUMERS * 64) == 0
-
-
-def shares(boxes: int, wg, width: int) -> list[tuple[Any, Any, int]]:
-    """(box, first column, columns) of what a multiplying warpgroup does of a tile of `boxes` boxes x `width` columns.
-
-    Where an odd box cannot be halved in chunks of 64 columns, the second warpgroup gets a box that is not there.
-    """
-    whole, odd = divmod(boxes, CONSUMERS)
-    if odd and not columns_halve(width):
-        whole, odd = whole + 1, 0
-    half = width // CONSUMERS
-    return [(wg * whole + i, 0, width) for i in range(whole)] + [(boxes - 1, wg * half, half)] * odd
-
-
-def tables(group_sizes: jax.Array, block: int, slab: int, interpret) -> tuple[Any, Any]:
-    """(operand, scratch) of a kernel that finds its tiles by `tiles_of`: the sizes, or where it cannot add them up
-    itself, the tables that XLA has made."""
-    groups = group_sizes.shape[0]
-    if interpret or groups > MAX_GROUPS:
-        return make_tiles(group_sizes, block, slab), plgpu.SMEM((8,), jnp.int32)
-    return group_sizes.astype(jnp.int32), plgpu.SMEM((4, groups + 1), jnp.int32)
-
-
-def offset_of(group_offset: jax.Array | None) -> jax.Array:
-    """A group's offset, 0 for None, as kernels take it."""
-    return jnp.zeros((1,), jnp.int32) if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(1)
-
-
-def tiles_of(sizes, scratch, block: int, slab: int) -> Tiles:
-    """The tables of a kernel's tiles, from its operand and scratch; by all threads of a block together."""
-    if isinstance(sizes, Tiles):
-        return sizes
-    from ..permute.thread import Pointer, Thread
-
-    words = scratch.shape[1]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def write(ctx, sizes, scratch):
-        del ctx
-        start = Pointer(scratch, shared=True)
-        added, *rest = (start.at(None, 0, 4 * words * i) for i in range(4))
-        write_tiles(Thread(), words - 1, block, slab, Pointer(sizes), added, rest)
-
-    write(sizes, scratch)  # pyright: ignore[reportCallIssue]
-    return Tiles(*(scratch.at[i] for i in range(1, 4)))
 
 
 def _body(
@@ -599,14 +478,14 @@ def _body(
 
             values = totals([(BOX, held)] * 2, issue, step, steps)
             if gate:
-                values, halves = [gated_product(*values, gate)], [wg * BOX]
+                values, halves = [gated_product(values[0], values[1], gate)], [wg * BOX]
             chunk = 0
             for value, column in zip(values, halves, strict=True):
                 columns = pl.ds(n_tile * tile_n + column, BOX)
                 value = value.astype(out.dtype)
                 for start in range(0, held, BOX):
                     end = min(start + BOX, held)
-                    there = None if end <= held - _SLAB_STEP else rows - start
+                    there = None if end <= held - SLAB_STEP else rows - start
                     store_slab(value[:, start:end], first + start, there, columns, out, *out_views(chunk))
                     chunk += 1
 
@@ -647,7 +526,7 @@ def grouped_matmul(
     """
     (m, k), n = x.shape, w.shape[2 if transposed or gate else 1]
     out_dtype = jnp.dtype(out_dtype or x.dtype)
-    c = config.fitted(pl.cdiv(n, config.block_n // (2 if gate else 1)), out_dtype)
+    c = config.fitted(pl.cdiv(n, config.block_n // (2 if gate else 1)), group_sizes.shape[0], out_dtype)
     if m < BOX or n % 64 or k % 64:
         raise ValueError(
             f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX} and N, K that are multiples of 64; pad the arrays."

@@ -73,21 +73,22 @@ def make_tiles(group_sizes: jax.Array, block: int, slab: int = 0) -> Tiles:
     return Tiles(sums_before(sizes), order, sums_before(count_tiles(sizes[order[:-1]], block, slab)))
 
 
-def write_tiles(o, num_groups: int, block: int, slab: int, sizes, scratch, tables):
+def write_tiles(o, num_groups: int, block: int, slab: int, sizes, tables):
     """`make_tiles` by all threads of a block, more than G of them.
 
-    o: operations of one thread (permute.thread.Thread). sizes: pointer to global memory; scratch and the three tables
-    point to shared memory, G + 1 words each.
+    o: operations of one thread (permute.thread.Thread). sizes: pointer to global memory; the tables are pointers to
+    shared memory, G + 1 words each.
     """
     me = o.thread()
     mine = sizes.at(me, 4).load(1, me < o.U(num_groups))[0]
     mine = o.where(mine < o.U(1 << 31), mine, o.U(0))
     here = me < o.U(num_groups + 1)
-    scratch.at(None, 0, me * 4).store([mine], here)
+    held = tables[-1]  # the sizes, until all threads have seen them
+    held.at(None, 0, me * 4).store([mine], here)
     o.barrier()
 
     def compare(i, row, place, tile):
-        size = scratch.at(None, 0, i * 4).load(1)[0]
+        size = held.at(None, 0, i * 4).load(1)[0]
         above = i < me
         before = size >= o.where(above, mine, mine + 1)  # larger, or as large and above
         row = row + o.where(above, size, o.U(0))
@@ -95,6 +96,7 @@ def write_tiles(o, num_groups: int, block: int, slab: int, sizes, scratch, table
         return row, place, tile + o.where(before, count_tiles(size, block, slab), o.U(0))
 
     row, place, tile = o.loop(num_groups, compare, [o.U(0)] * 3)
+    o.barrier()
     for table, index, value in zip(tables, (me, place, place), (row, me, tile), strict=True):
         table.at(None, 0, index * 4).store([value], here)
     o.barrier()
