@@ -1,12 +1,12 @@
-"""A decode step of one sequence on one GPU, in as few kernels as there are: eight for a layer.
+"""A decode step of one sequence on one GPU, in as few kernels as there are: seven for a layer.
 
 At one token a layer of `qwen3_moe.py` reads its weights in some 25 us, and each kernel more costs two. So a layer is
 
-    the sum of the last layer's experts, norm and projections | attention in parts | the parts' sum, output projection
-    norm and router | choice of experts and their order | gate and up | activation | down
+    what the last layer added, norm and projections | attention in parts | the parts' sum and the output projection |
+    norm and router | choice of experts | gate, up and activation | down and the weighted sum
 
-with the kernels of `pallas_kernels.decode` around the grouped matmuls. The results are those of `Qwen3Moe.hidden`, up
-to the order of sums.
+by the kernels of `pallas_kernels.decode`. Experts in a low-bit format go through the grouped matmuls, in eight kernels
+or a few more. The results are those of `Qwen3Moe.hidden`, up to the order of sums and roundings.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jmoe.experts.gated import gated_projection
+from jmoe.experts.weights import in_dtype
 from jmoe.nn import MoE
 from pallas_kernels import decode
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.route import Rule, choose_experts
-
-DIRECT = False  # whether experts in bfloat16 are multiplied row by row
-AHEAD = False  # whether attention brings the output projection's weights into the L2 cache
 
 
 def why_not(model: Any, batch: int) -> str | None:
@@ -51,8 +49,8 @@ def why_not(model: Any, batch: int) -> str | None:
 
 
 def direct(mlp: MoE, x: jax.Array) -> bool:
-    """Whether the experts' matmuls of one token are kernels of their own, too."""
-    if not DIRECT or mlp.config.activation != "silu" or mlp.config.quant.weights is not None:
+    """Whether the experts' matmuls are kernels for one token, too, and not grouped matmuls."""
+    if mlp.config.activation != "silu" or mlp.config.quant.weights is not None:
         return False
     weights = mlp.gate_up[...], mlp.down[...]
     return decode.experts_obstacle(x, *weights, mlp.config.num_experts_per_tok) is None
@@ -63,12 +61,13 @@ def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> j
     config, params = mlp.config, mlp.params
     fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
     rule = Rule(config.num_experts_per_tok, **{f: getattr(config.router, f) for f in fields})
-    if rows.shape[0] == 1:
+    if direct(mlp, rows):
         ids, weights = choose_experts(logits, params.correction_bias, rule, valid=valid)
         return decode.experts(rows, ids[0], weights[0], params.experts.gate_up, params.experts.down)
     weights, places, sizes = decode.route(logits, params.correction_bias, rule, valid=valid)
-    hidden = gated_projection(rows, None, params.experts, sizes, config)
-    y = grouped_matmul(hidden, params.experts.down, sizes, out_dtype=rows.dtype, zero_tail=False)
+    held = in_dtype(params.experts, rows.dtype)
+    hidden = gated_projection(rows, None, held, sizes, config)
+    y = grouped_matmul(hidden, held.down, sizes, out_dtype=rows.dtype, zero_tail=False)
     return decode.Weighted(y, places, weights)
 
 
@@ -81,11 +80,9 @@ def run_block(layer: Any, x, y, rotation, pair, seen, slot, valid):
     at, eps = layer.self_attn, layer.self_attn.config.norm_eps
     scale = lambda norm: norm.scale[...].astype(x.dtype)  # noqa: E731
     qkv, x, _ = decode.normed_linear(x, scale(layer.input_layernorm), at.qkv_proj.weight[...], add=y, eps=eps)
-    out = at.o_proj.weight[...]
-    ahead = out if AHEAD else None
     norms = scale(at.q_norm), scale(at.k_norm)
-    parts, pair = decode.attend(qkv, *norms, rotation, pair, seen, slot, eps=eps, ahead=ahead)
-    x = decode.merged_linear(parts, out, x)
+    parts, pair = decode.attend(qkv, *norms, rotation, pair, seen, slot, eps=eps)
+    x = decode.merged_linear(parts, at.o_proj.weight[...], x)
     norm, router = scale(layer.post_attention_layernorm), layer.mlp.router[...]
     how = dict(out_dtype=jnp.float32, copies=1 if direct(layer.mlp, x) else layer.mlp.config.num_experts_per_tok)
     logits, _, rows = decode.normed_linear(x, norm, router, eps=eps, **how)

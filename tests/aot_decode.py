@@ -41,12 +41,11 @@ def kernels():
         ]
         parts = min(16, -(-slots // 128))
 
-        def attend(qkv, q, k, cos, sin, keys, values, valid, slot, ahead=None):
+        def attend(qkv, q, k, cos, sin, keys, values, valid, slot):
             pair = (keys, values)
-            return decode.attend(qkv, q, k, (cos, sin), pair, valid, slot, eps=1e-6, ahead=ahead, **how)
+            return decode.attend(qkv, q, k, (cos, sin), pair, valid, slot, eps=1e-6, **how)
 
         yield f"attention, {slots} slots", attend, shapes
-        yield f"attention and weights ahead, {slots} slots", attend, [*shapes, ((d, 4096), bf16)]
         merged = [((parts, heads, 128), bf16), ((parts, heads, 2), f32), ((d, 4096), bf16), row]
         yield f"output, {parts} parts", lambda o, w, *a: decode.merged_linear(decode.Partial(o, w), *a, **how), merged
     yield "choice", lambda x, v: decode.route(x, None, Rule(8), valid=v, **how), [((1, 128), f32), ((1,), bool)]

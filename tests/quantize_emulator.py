@@ -93,9 +93,6 @@ class Memory:
         out[on, :size] = self.data[start[on, None] + np.arange(size)]
         return [U(w) for w in out.view(np.uint32).T]
 
-    def prefetch(self, where):
-        self._places(128, where)
-
     def store(self, values, where=None, *, bits=32):
         size = len(values) * bits // 8
         on, start = self._places(size, where)

@@ -138,14 +138,6 @@ def test_attention_in_parts(heads, groups, slots, slot, rng):
     close(reference.merge(out, weight), reference.merge(*expected[:2]), 4e-3)
 
 
-def test_weights_are_fetched_beside_attention(rng):
-    args = attention_inputs(rng, 4, 2, 200, 150)
-    how = dict(eps=1e-6, splits=mosaic_attend.parts(200))
-    ahead = draw(rng, 1000, 256)  # lines of 128 bytes, of which none may be past the end: the host would refuse
-    for a, b in zip(mosaic_attend.run_attend(*args, ahead, **how), mosaic_attend.run_attend(*args, **how), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def test_a_part_that_sees_nothing_weighs_nothing(rng):
     args = list(attention_inputs(rng, 4, 2, 512, 400))
     args[7] = args[7].at[0, :256].set(False)
@@ -211,5 +203,5 @@ def test_what_the_kernels_cannot_do_is_said(rng):
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_machine_code_fits_the_registers(arch):
     report = aot_report("aot_decode.py", arch)
-    assert len(report) == 11
+    assert len(report) == 9
     assert all(0 < registers <= 168 and not spilled for registers, spilled in report.values()), report

@@ -106,10 +106,12 @@ def promotion():
         yield
 
 
-def test_a_step_of_one_sequence_is_the_models(promotion):
+@pytest.mark.parametrize("weights", [None, "mxfp8"])
+def test_a_step_of_one_sequence_is_the_models(weights, promotion):
     """The step in few kernels, here by their plain forms, against the model's own: logits, and what it caches."""
     hf = json.loads((GOLDEN / "config.json").read_text()) | {"hidden_size": 256, "tie_word_embeddings": False}
-    config = qwen3_moe.Config.from_hf(hf | {"head_dim": 128, "vocab_size": 300}, dtype="bfloat16")
+    sizes = {"head_dim": 128, "vocab_size": 300, "moe_intermediate_size": 256}
+    config = qwen3_moe.Config.from_hf(hf | sizes, dtype="bfloat16", quant=QuantConfig(weights=weights))
     model = qwen3_moe.random_model(config, key=jax.random.key(0))
     ids = jax.random.randint(jax.random.key(1), (1, 12), 0, 300)
     real = jnp.ones(ids.shape, bool).at[0, :3].set(False)
@@ -122,6 +124,7 @@ def test_a_step_of_one_sequence_is_the_models(promotion):
     np.testing.assert_array_equal(written.valid, expected.valid)
     for a, b in zip(jax.tree.leaves(written.kv), jax.tree.leaves(expected.kv), strict=True):
         assert relative_error(a.astype(jnp.float32), np.asarray(b, np.float32)) < 0.02
+    assert one_token.direct(model.layers[0].mlp, jnp.zeros((1, 256), jnp.bfloat16)) <= (weights is None)
     assert one_token.why_not(model, 1) and "one sequence" in one_token.why_not(model, 2)
 
 

@@ -138,7 +138,6 @@ def attend(
     slot: jax.Array,
     *,
     eps: float,
-    ahead: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Partial, tuple[jax.Array, jax.Array]]:
     """One token's attention to a cache that it is written into first.
@@ -146,8 +145,7 @@ def attend(
     qkv: [1, (H + 2 * G) * h], queries, keys and values before norm and rotation. q_scale, k_scale: [h], of the RMSNorm
     of each head. rotation: cosines and sines of the token's angles, float32 [h / 2] each. cache: keys and values,
     [1, G, N, h]. valid: bool [1, N], which slots may be seen. slot: int32 [], where the token goes; later slots are
-    not read. ahead: what the next kernel reads, to be brought into the L2 cache meanwhile. Returns the parts, and the
-    cache, updated in place where its buffers are the caller's to give.
+    not read. Returns the parts, and the cache, updated in place where its buffers are the caller's to give.
     """
     keys, values = cache
     groups, slots, size = keys.shape[1:]
@@ -158,7 +156,7 @@ def attend(
         )
     why = mosaic_attend.attend_obstacle(qkv, keys) or environment_obstacle()
     how = dict(eps=eps, splits=mosaic_attend.parts(slots))
-    args = (qkv, q_scale, k_scale, *rotation, keys, values, valid, slot, ahead)
+    args = (qkv, q_scale, k_scale, *rotation, keys, values, valid, slot)
     out, weight, keys, values = pick(
         "decode",
         implementation,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..permute.thread import F, P, Pointer, Thread, U
-from .mosaic_common import HEAD, LOG2E, MULTIPROCESSORS, add_lanes, floats, launch_updating, pack, turns
+from .mosaic_common import HEAD, LOG2E, add_lanes, floats, launch_updating, pack, turns
 
 MAX_PARTS = 16
 SLOTS = 128  # of the cache, that a block has in flight
@@ -23,10 +23,7 @@ NEVER = -1e30  # a score that is not seen
 
 @dataclasses.dataclass(frozen=True)
 class Attend:
-    """heads H, groups G; slots N of the cache, in parts of `length`, a multiple of SLOTS.
-
-    ahead: lines of 128 bytes that further blocks bring into the L2 cache meanwhile.
-    """
+    """heads H, groups G; slots N of the cache, in parts of `length`, a multiple of SLOTS."""
 
     heads: int
     groups: int
@@ -34,16 +31,6 @@ class Attend:
     parts: int
     length: int
     eps: float
-    ahead: int = 0
-
-    @property
-    def busy(self) -> int:
-        """Blocks that attend."""
-        return self.groups * self.parts
-
-    @property
-    def blocks(self) -> int:
-        return max(MULTIPROCESSORS, self.busy + 1) if self.ahead else self.busy
 
     @property
     def share(self) -> int:
@@ -115,21 +102,6 @@ def _by_head(o: Thread, sums: list[F]) -> F:
         sums, mask = kept, mask // 2
     masks = [m for m in (8, 4, 2, 1) if m <= mask]
     return add_lanes(o, sums[0], masks)
-
-
-def attend_and_prefetch(o: Thread, t: Attend, refs: dict[str, Pointer]):
-    """Attention needs few of the blocks that there is room for; the others fetch what the next kernel reads."""
-    attends = o.block() < U(t.busy)
-    o.when(attends, lambda: attend(o, t, refs))
-
-    def fetch():
-        threads = (t.blocks - t.busy) * ATTEND_THREADS
-        first = (o.block() - t.busy) * ATTEND_THREADS + o.thread()
-        for i in range(-(-t.ahead // threads)):
-            line = first + i * threads
-            refs["ahead"].at(line, 128).prefetch(line < U(t.ahead))
-
-    o.when(~attends, fetch)
 
 
 def attend(o: Thread, t: Attend, refs: dict[str, Pointer]):
@@ -282,24 +254,21 @@ def attend_obstacle(qkv: jax.Array, keys: jax.Array) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "splits"))
-def run_attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, ahead=None, *, eps: float, splits: int):
+def run_attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, *, eps: float, splits: int):
     _, groups, slots, size = keys.shape
     heads = qkv.shape[1] // size - 2 * groups
     length = -(-slots // (splits * SLOTS)) * SLOTS
-    task = Attend(heads, groups, slots, splits, length, eps, 0 if ahead is None else ahead.nbytes // 128)
+    task = Attend(heads, groups, slots, splits, length, eps)
     operands = dict(
         qkv=qkv, q_scale=q_scale.astype(qkv.dtype), k_scale=k_scale.astype(qkv.dtype), cos=cos, sin=sin,
         valid=valid.astype(jnp.uint8), slot=slot.reshape(1), keys=keys, values=values,
     )  # fmt: skip
-    program = attend
-    if ahead is not None:
-        operands["ahead"], program = ahead, attend_and_prefetch
     results = {
         "out": jax.ShapeDtypeStruct((splits, heads, size), qkv.dtype),
         "weight": jax.ShapeDtypeStruct((splits, heads, 2), jnp.float32),
     }
     out = launch_updating(
-        program, task, operands, results, updated=("keys", "values"), blocks=task.blocks, threads=ATTEND_THREADS,
+        attend, task, operands, results, updated=("keys", "values"), blocks=groups * splits, threads=ATTEND_THREADS,
         scratch_words=task.scratch_words, name="attend_token",
     )  # fmt: skip
     return out["out"], out["weight"], out["keys"], out["values"]

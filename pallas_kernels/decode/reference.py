@@ -61,8 +61,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, ahead=None, *, eps, splits):
-    del ahead
+def attend(qkv, q_scale, k_scale, cos, sin, keys, values, valid, slot, *, eps, splits):
     _, groups, slots, size = keys.shape
     heads = qkv.shape[1] // size - 2 * groups
     rows = qkv.reshape(-1, size)

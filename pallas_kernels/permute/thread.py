@@ -16,7 +16,7 @@ from ..quantize.emit import F, Ops, P, Pointer, U, _asm, _i32
 _JAX = tuple(int(p) for p in jax.__version__.split(".")[:2])
 IMPLEMENTATIONS = ("mosaic_sm90", "xla")
 #: Kernels that have passed tests/gpu since their last change; the others run only where they are asked for.
-CONFIRMED: set[str] = {"sort", "gather", "spread", "spread_decoded", "combine", "slots", "route"}
+CONFIRMED: set[str] = {"sort", "gather", "spread", "spread_decoded", "combine", "slots", "route", "decode"}
 
 
 class Thread(Ops):

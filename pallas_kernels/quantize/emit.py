@@ -367,11 +367,6 @@ class Pointer:
         effects = self.space == "shared"
         return [U(v) for v in _asm([_i32()] * words, operands, instruction, constraints, effects=effects)]
 
-    def prefetch(self, where: P):
-        """Brings the line of 128 bytes into the L2 cache, where the predicate holds."""
-        text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
-        _asm([], [self.address, arith.extui(_i32(), where.v)], text, "l,r", effects=True)
-
     def store(self, values: list[U], where: P | None = None, *, bits: int = 32):
         """1, 2 or 4 words (or the low 8 or 16 bits of one)."""
         n = len(values)
