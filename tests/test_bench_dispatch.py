@@ -1,6 +1,7 @@
 """The exchange's benchmark: what it does with peers that are absent, break off or hang."""
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -75,3 +76,8 @@ def test_wrong_bytes_of_an_engine_show_in_the_record():
     record = dispatch.Case(at, backend, "mxfp8").figures()[0].measure()
     assert record.error == pytest.approx(1 / row_layout(64, "mxfp8", 2).payload_bytes)
     assert record.parameters["remote_rows"] > 0 and record.name.endswith("(kernel)")
+
+
+def test_only_the_wanted_figures_are_made():
+    names = [r.name for r in dispatch.run(True, only=re.compile("^combine.*mxfp8.*T=8 "))]
+    assert sorted(names) == ["combine low_latency mxfp8", "combine nvlink_one_sided mxfp8"]

@@ -6,14 +6,15 @@ A dispatch is timed from bf16 rows to received rows (quantising and packing incl
 to the owner's sums; routing and plan are made before. Remote bytes are what has to cross the link in one direction: a
 row for each (token, other rank) or, in the batched form, for each (token, expert elsewhere), the most that any rank
 sends. Logical bytes count the own rank too. A collective moves its padding as well, which is not counted in its favour.
-Each figure is the median of chains of dependent calls inside one jit. All programs of one T are compiled side by side
-before any of them is timed.
+Each figure is the median of chains of dependent calls inside one jit; the dependence is one small kernel of a call. All
+programs of one T are compiled side by side before any of them is timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from jmoe.payload import RowLayout, row_layout, to_bytes, unpack_data
 from pallas_kernels.all_to_all import ragged_all_to_all
 
 from . import dispatch_peers
-from .common import LINK_GBPS, NoProgress, Progress, Record
+from .common import LINK_GBPS, NoProgress, Progress, Record, wanted
 from .plot import lines
 from .programs import AXIS, CHAIN_SECONDS, Chain, Program, Ranks, Timer
 
@@ -55,11 +56,21 @@ class Shape:
 class Bench(Ranks):
     """The ranks, what travels between them, and the kernels that move it."""
 
-    def __init__(self, shape: Shape, timer: Timer, *, meaningful: bool):
+    def __init__(self, shape: Shape, timer: Timer, *, meaningful: bool, only: re.Pattern[str] | None = None):
+        """only: which figures are wanted; see `common.wanted`."""
         super().__init__(timer)
         self.shape = dataclasses.replace(shape, experts=shape.experts // self.num_ranks * self.num_ranks)
         self.engine = remote_write_engine() if self.num_ranks > 1 else None
-        self.meaningful = meaningful
+        self.meaningful, self.only = meaningful, only
+
+    def facts(self, tokens: int) -> dict[str, int]:
+        return dict(T=tokens, D=self.shape.hidden, K=self.shape.top_k, R=self.num_ranks)
+
+    def case(self, tokens: int) -> str:
+        return " ".join(f"{k}={v}" for k, v in self.facts(tokens).items())
+
+    def wants(self, name: str, tokens: int, more: str = "") -> bool:
+        return wanted(self.only, name, self.case(tokens) + more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Tokens:
 
     def calls(self, rows: float, row_bytes: int) -> int:
         """Of a chain that moves so many rows over a link in each call."""
-        return self.bench.timer.calls or int(min(1000, max(4, CHAIN_SECONDS / (15e-6 + rows * row_bytes / 300e9))))
+        return self.bench.timer.calls or int(min(500, max(4, CHAIN_SECONDS / (15e-6 + rows * row_bytes / 300e9))))
 
     def peer(self, row_bytes: int) -> Chain:
         """NCCL's dense exchange of the same rows: T rows of `row_bytes` to every rank."""
@@ -137,24 +148,37 @@ class Case:
             engine=bench.engine if kernel and self.backend.kernel_slot else None,
         )
 
+    def name(self, what: str, wire: str) -> str:
+        kernel = self.exchange(kernel=True).engine is not None
+        return f"{what} {self.backend.name} {wire}" + (" (kernel)" if kernel else "")
+
+    def wanted(self, what: str, wire: str) -> bool:
+        return self.at.bench.wants(self.name(what, wire), self.at.tokens)
+
     def figures(self) -> list[Figure]:
-        at, exchange, layout = self.at, self.exchange(kernel=True), self.layout
-        plan = at.plan(self.backend, exchange)
+        """Those that are wanted."""
+        exchange = self.exchange(kernel=True)
+        figures = [self._dispatch(exchange)] if self.wanted("dispatch", self.wire) else []
+        back = [wire for wire in COMBINE_WIRES if self.wanted("combine", wire)]
+        if back and self.layout.format is None:
+            at, plan = self.at, self.at.plan(self.backend, exchange)
+            received = Program(at.bench, self._receive, at.x, at.ids, at.weights, plan)
+            figures += [self._combine(wire, plan, received, exchange) for wire in back]
+        return figures
+
+    def _dispatch(self, exchange: Exchange) -> Figure:
+        at, layout, plan = self.at, self.layout, self.at.plan(self.backend, exchange)
 
         def dispatch(x, ids, weights, plan):
             flight = start(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=layout)
-            return flight.rows if flight.data is None else (flight.rows, flight.data)
+            return flight.rows if flight.data is None else flight.data  # apart, one kernel writes both
 
         calls = at.calls(at.tokens * (at.bench.num_ranks - 1), layout.row_bytes)
         chain = Chain(at.bench, dispatch, at.x, at.ids, at.weights, plan, calls=calls)
         check = Program(at.bench, functools.partial(self._wrong_bytes, exchange), at.ids, at.weights, at.x, plan)
         share = lambda wrong, rows: wrong / (rows * layout.payload_bytes) if rows else 0.0  # noqa: E731
-        record = self._record("dispatch", self.wire, layout.row_bytes, plan, exchange, share, "wrong bytes")
-        figures = [Figure(chain, check, record)]
-        if layout.format is None:
-            received = Program(at.bench, self._receive, at.x, at.ids, at.weights, plan)
-            figures += [self._combine(wire, plan, received, exchange) for wire in COMBINE_WIRES]
-        return figures
+        record = self._record("dispatch", self.wire, layout.row_bytes, plan, share, "wrong bytes")
+        return Figure(chain, check, record)
 
     def _receive(self, x, ids, weights, plan):
         """The rows that experts would give back if they gave back what they get, and the ids of what arrived."""
@@ -187,7 +211,7 @@ class Case:
         chain = Chain(at.bench, step, received, at.weights, plan, calls=calls)
         check = Program(at.bench, compare, received, at.weights, plan, at.x)
         error = lambda wrong, norm: (wrong / norm) ** 0.5 if norm else 0.0  # noqa: E731
-        record = self._record("combine", wire, row_bytes, plan, exchange, error, "relative error")
+        record = self._record("combine", wire, row_bytes, plan, error, "relative error")
         return Figure(chain, check, record)
 
     def _wrong_bytes(self, exchange: Exchange, ids, weights, x, plan):
@@ -210,7 +234,7 @@ class Case:
             wrong += jnp.sum((a != b) & valid[:, None], dtype=jnp.int32)
         return wrong, jnp.sum(valid, dtype=jnp.int32)
 
-    def _record(self, what, wire, row_bytes, plan: Program, exchange, error_of, error_name):
+    def _record(self, what, wire, row_bytes, plan: Program, error_of, error_name):
         """(seconds, two numbers of the check) -> the record."""
         at, bench = self.at, self.at.bench
         several = bench.num_ranks > 1
@@ -222,7 +246,7 @@ class Case:
             remote = int((logical - np.diag(counts)).max())
             return _record(
                 at,
-                f"{what} {self.backend.name} {wire}" + (" (kernel)" if exchange.engine is not None else ""),
+                self.name(what, wire),
                 seconds,
                 remote if several else int(logical.max()),
                 row_bytes,
@@ -256,12 +280,11 @@ def _record(
     """rows: that leave a rank in one call. peer: seconds, for peer_rows (None: T rows to every other rank)."""
     bench = at.bench
     several = bench.num_ranks > 1
-    facts = dict(T=at.tokens, D=bench.shape.hidden, K=bench.shape.top_k, R=bench.num_ranks)
     rate = lambda rows, s: rows * row_bytes / s / 1e9  # noqa: E731
     dense = at.tokens * (bench.num_ranks - 1)
     return Record(
         name=name,
-        case=" ".join(f"{k}={v}" for k, v in facts.items()) + case,
+        case=bench.case(at.tokens) + case,
         value=rate(rows, seconds) if seconds else None,
         unit="GB/s of remote bytes" if several else "GB/s of local bytes",
         seconds=seconds,
@@ -272,14 +295,17 @@ def _record(
         error=error,
         error_name=error_name,
         meaningful=bench.meaningful,
-        parameters=facts | dict(remote_rows=rows, row_bytes=row_bytes, peer_seconds=peer) | parameters,
+        parameters=bench.facts(at.tokens) | dict(remote_rows=rows, row_bytes=row_bytes, peer_seconds=peer) | parameters,
     )
 
 
-def ragged(at: Tokens, slices: int) -> Figure:
+def ragged(at: Tokens, slices: int) -> list[Figure]:
     """`ragged_all_to_all` of T rows to every rank, in `slices` slices for each, against lax.ragged_all_to_all."""
     bench, num_ranks, tokens = at.bench, at.bench.num_ranks, at.tokens
     size, pieces = tokens // slices, "1 slice" if slices == 1 else f"{slices} slices"
+    name, more = f"ragged_all_to_all, {pieces} for each rank", f" slices={slices}"
+    if not bench.wants(name, tokens, more):
+        return []
 
     def tables():
         entry = jnp.arange(num_ranks * slices, dtype=jnp.int32)
@@ -311,7 +337,7 @@ def ragged(at: Tokens, slices: int) -> Figure:
     def record(seconds: float, found: list[float]) -> Record:
         return _record(
             at,
-            f"ragged_all_to_all, {pieces} for each rank",
+            name,
             seconds,
             remote,
             row_bytes,
@@ -319,13 +345,17 @@ def ragged(at: Tokens, slices: int) -> Figure:
             peer_name=f"lax.ragged_all_to_all, {pieces}",
             error=found[0] / found[1],
             error_name="wrong values",
-            case=f" slices={slices}",
+            case=more,
             what="ragged_all_to_all",
             wire="bfloat16",
             backend=f"ragged_all_to_all, {pieces}",
         )
 
-    return Figure(chain, Program(bench, wrong, make), record)
+    return [Figure(chain, Program(bench, wrong, make), record)]
+
+
+def torch_name(what: str, wire: str) -> str:
+    return f"{what}, rows of {wire}"
 
 
 def torch_records(at: Tokens, found: dispatch_peers.Found, lengths: dict[str, int]) -> list[Record]:
@@ -334,12 +364,12 @@ def torch_records(at: Tokens, found: dispatch_peers.Found, lengths: dict[str, in
     for what, reason in found.reasons.items():
         for wire, row_bytes in lengths.items():
             size = (what, at.tokens, row_bytes)
-            if size in found.asked:
+            if size in found.asked and at.bench.wants(torch_name(what, wire), at.tokens):
                 seconds = found.seconds.get(size)
                 records.append(
                     _record(
                         at,
-                        f"{what}, rows of {wire}",
+                        torch_name(what, wire),
                         seconds,
                         at.tokens * (at.bench.num_ranks - 1),
                         row_bytes,
@@ -360,37 +390,47 @@ def cases(tokens, wires, backends):
                 yield from ((name, wire, t) for wire in wires)
 
 
-def run(smoke: bool, progress: Progress | None = None, tokens: tuple[int, ...] = TOKENS) -> list[Record]:
-    """All figures on all devices of this process (at most 8). smoke: tiny shapes, correctness only."""
+def run(
+    smoke: bool,
+    progress: Progress | None = None,
+    tokens: tuple[int, ...] = TOKENS,
+    *,
+    only: re.Pattern[str] | None = None,
+) -> list[Record]:
+    """All figures on all devices of this process (at most 8); of those that `only` names.
+
+    smoke: tiny shapes, correctness only.
+    """
     progress = progress or NoProgress()
     if smoke:
         ranks = min(8, len(jax.devices()))
-        bench = Bench(Shape(256, 4 * ranks, 2), Timer(1, 1), meaningful=False)
+        bench = Bench(Shape(256, 4 * ranks, 2), Timer(1, 1), meaningful=False, only=only)
         tokens, wires, backends, slices = (8,), ("bfloat16", "mxfp8"), SMOKE_BACKENDS, (1, 4)
     else:
-        bench = Bench(Shape(), Timer(), meaningful=True)
+        bench = Bench(Shape(), Timer(), meaningful=True, only=only)
         wires, backends, slices = WIRES, MEASURED, (1, 32)
     progress.start(2 * len(tokens) + 1)
     progress.step("PyTorch")
     lengths = {wire: row_layout(bench.shape.hidden, wire, bench.shape.top_k).row_bytes for wire in wires}
-    torch = dispatch_peers.torch_seconds(tokens, sorted(set(lengths.values())), bench.num_ranks, skip=smoke)
+    names = [torch_name(what, wire) for what in dispatch_peers.LIMIT_SECONDS for wire in wires]
+    skip = smoke or not any(bench.wants(name, t) for name in names for t in tokens)
+    torch = dispatch_peers.torch_seconds(tokens, sorted(set(lengths.values())), bench.num_ranks, skip=skip)
     records = []
     for t in tokens:
         progress.step(f"T={t}: compiling")
-        at = Tokens(bench, t)
-        todo = [
-            f for name, wire, _ in cases((t,), wires, backends) for f in Case(at, get_backend(name), wire).figures()
-        ]
-        todo += [ragged(at, n) for n in slices if smoke or t in RAGGED_TOKENS]
+        at, figures = Tokens(bench, t), []
+        for name, wire, _ in cases((t,), wires, backends):
+            figures += Case(at, get_backend(name), wire).figures()
+        for n in slices:
+            figures += ragged(at, n) if smoke or t in RAGGED_TOKENS else []
         bench.compile()
         progress.step(f"T={t}: measuring")
-        for figure in todo:
-            records.append(figure.measure())
+        while figures:
+            records.append(figures.pop(0).measure())  # its programs and their results are let go
             progress.record(records[-1])
         for record in torch_records(at, torch, lengths):
             records.append(record)
             progress.record(record)
-        del at, todo, figure  # the programs, their inputs and results
     return records
 
 
