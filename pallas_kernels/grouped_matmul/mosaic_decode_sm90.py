@@ -31,7 +31,6 @@ from .mosaic_dequant import Packed, dequantise, permute_columns
 from .mosaic_few_rows import ROWS as _ROWS
 from .mosaic_few_rows import finished, store_rows, tile_factor, tiles_of_block
 from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
-from .schedule import each_tile
 
 _WIDTH = 64  # BF16 elements in one swizzle
 
@@ -178,7 +177,7 @@ def _body(
     k_steps = pl.cdiv(w.shape[3], wide)
     boxes = c.block_t // c.box
     wg = lax.axis_index("wg")
-    my_tiles, tile_at = tiles_of_block(
+    each_tile = tiles_of_block(
         sizes,
         offset,
         bounds_smem,
@@ -238,7 +237,7 @@ def _body(
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
+        drain(each_tile(per_tile), c.stages, empty)
 
     @pl.when(wg < c.consumers)
     def _multiply():
@@ -367,7 +366,7 @@ def _body(
 
             return end
 
-        each_tile(my_tiles, tile_at, per_tile)
+        each_tile(per_tile)
         if interpret or not c.direct:
             plgpu.wait_smem_to_gmem(0)
 

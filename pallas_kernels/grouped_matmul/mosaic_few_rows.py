@@ -38,9 +38,10 @@ def bounds_of(sizes, scratch, block: int) -> Bounds:
 
 
 def tiles_of_block(sizes, offset, scratch, *, shape, num_weights, num_groups, block_t, block_n, zero_tail):
-    """(count, read) for schedule.each_tile: read(i) -> weight, first row, rows, tile along N, of a block's i-th tile.
+    """each(work): step = work((weight, first row, rows, tile along N), step) for a block's tiles, from step 0.
 
-    shape: [M, N]. offset: int32 [1], the group that weight 0 belongs to.
+    shape: [M, N]. offset: int32 [1], the group that weight 0 belongs to. A tile is looked up when its turn comes: to do
+    so ahead would delay the first one, and shared memory is near.
     """
     bounds = bounds_of(sizes, scratch, block_t)
     groups = dict(num_groups=num_groups, num_rows=shape[0], block=block_t)
@@ -55,7 +56,8 @@ def tiles_of_block(sizes, offset, scratch, *, shape, num_weights, num_groups, bl
         found = find_tile(bounds, tile, **groups, num_weights=num_weights, group_offset=first_group)
         return *found, lax.rem(index, n_tiles)
 
-    return lax.div(count - block + blocks - 1, blocks), read
+    mine = lax.div(count - block + blocks - 1, blocks)
+    return lambda work: lax.fori_loop(0, mine, lambda i, step: work(read(i), step), jnp.int32(0))
 
 
 def tile_factor(factors, packed: Packed | None, weight, part: int):

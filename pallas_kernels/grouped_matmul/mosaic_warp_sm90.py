@@ -23,7 +23,6 @@ from .gate import Gate, gated_product
 from .mosaic_dequant import Packed
 from .mosaic_few_rows import ROWS, finished, store_rows, tile_factor, tiles_of_block
 from .mosaic_sm90 import SWIZZLE, compiler_params, drain, num_sms, swizzled
-from .schedule import each_tile
 
 if TYPE_CHECKING:
     from .mosaic_decode_sm90 import DecodeConfig
@@ -77,7 +76,7 @@ def _body(
     together = max(1, SCALE_CHUNKS // c.chunks)
     s_width, s_groups = s_smem.shape[3], pl.cdiv(steps, together)
     wg = lax.axis_index("wg")
-    count, tile_at = tiles_of_block(
+    each_tile = tiles_of_block(
         sizes,
         offset,
         bounds_smem,
@@ -116,23 +115,24 @@ def _body(
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
-                pl.when(lax.rem(j, together) == 0)(lambda: copy_scales(j, step))
 
                 @pl.when(step >= c.stages)
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
 
-                for part in parts:
-                    source = w.at[weight, part, columns, pl.ds(j * wide, wide)]
-                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot, part], full.at[slot])
+                # First, so that they are arranged when the weights arrive.
                 for chunk in range(c.chunks):
                     source = x.at[pl.ds(first, c.block_t), pl.ds((j * c.chunks + chunk) * ELEMENTS, ELEMENTS)]
                     plgpu.copy_gmem_to_smem(source, x_smem.at[slot, chunk], x_full.at[slot])
+                pl.when(lax.rem(j, together) == 0)(lambda: copy_scales(j, step))
+                for part in parts:
+                    source = w.at[weight, part, columns, pl.ds(j * wide, wide)]
+                    plgpu.copy_gmem_to_smem(source, w_smem.at[slot, part], full.at[slot])
                 return step + 1
 
             return lax.fori_loop(0, steps_of(weight), per_step, step)
 
-        end = each_tile(count, tile_at, per_tile)
+        end = each_tile(per_tile)
         drain(end, c.stages, empty)
         drain(lax.div(end, steps) * s_groups, SCALE_STAGES, s_empty)
 
@@ -149,7 +149,7 @@ def _body(
 
             return lax.fori_loop(0, steps_of(tile[0]), per_step, step)
 
-        each_tile(count, tile_at, per_tile)
+        each_tile(per_tile)
 
     @pl.when(wg < c.consumers)
     def _multiply():
@@ -211,7 +211,7 @@ def _body(
 
             return end
 
-        each_tile(count, tile_at, per_tile)
+        each_tile(per_tile)
 
 
 def run(
