@@ -18,8 +18,9 @@ import concurrent.futures
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,8 +30,8 @@ from jmoe.config import MoEConfig, QuantConfig
 from jmoe.params import MoEParams
 
 from . import layer_peers
-from .common import NoProgress, Progress, Record, time_chain, wanted
-from .layer_case import AXIS, Case, Ceilings, Variant, case_name, ceilings, inputs, quantised, random_params, record
+from .common import NoProgress, Progress, Record, wanted
+from .layer_case import AXIS, Case, Ceilings, Variant, case_name, ceilings, quantised, random_params, record
 from .plot import lines
 
 SHAPES = {
@@ -42,6 +43,7 @@ TOKENS = {  # of each shape, the most telling first
     "half deepseek-v3": (8192, 64, 1),
 }
 PEERS = ("torch eager", "stock JAX")
+STOCK_BYTES = 70e9  # of temporaries, from which stock JAX is left out
 SMOKE_SHAPES = {"tiny": MoEConfig(128, 128, 8, 2)}
 SMOKE_TOKENS = (1, 24)
 VARIANTS = (
@@ -62,28 +64,37 @@ WIRES = (
 )
 
 
-def _stock(config: MoEConfig, tokens: int, params: MoEParams, smoke: bool) -> float | None:
-    """Seconds of the layer in stock JAX; None where it does not fit into memory."""
-    if layer_peers.stock_bytes(config, tokens) > 70e9:
-        return None
-    weights = layer_peers.stock_weights(params)
-    xs = inputs(config, tokens, 2)
-    step = functools.partial(layer_peers.stock_layer, top_k=config.num_experts_per_tok)
-    calls, repeats = (2, 1) if smoke or tokens > 1024 else (20, 3)
-    return time_chain(step, [(x, *weights) for x in xs], calls=calls, repeats=repeats).median
+class _Attempts:
+    """Runs steps of which some may fail, so that those that work give their figures before the failures are raised."""
+
+    def __init__(self):
+        self.failed: list[str] = []
+
+    def __call__(self, what: str, step: Callable[[], Any]) -> Any:
+        """step(), or None where it fails."""
+        try:
+            return step()
+        except Exception as e:
+            self.failed.append(f"{what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+            return None
+
+    def check(self) -> None:
+        if self.failed:
+            raise RuntimeError("These layers could not be measured: " + "; ".join(self.failed))
 
 
-def _cases(
-    shape: str, limits: Ceilings, smoke: bool, mesh: Mesh | None, only: re.Pattern[str] | None
-) -> Iterator[Case]:
-    """The layers of a shape, in the order in which they are to be timed, lowered."""
-    config = (SMOKE_SHAPES if smoke else SHAPES)[shape]
+def _wanted(
+    shape: str, smoke: bool, mesh: Mesh | None, only: re.Pattern[str] | None
+) -> list[tuple[int, Variant, Mesh | None]]:
+    """The layers of a shape, in the order in which they are to be timed."""
+    found = []
     for tokens in _tokens(shape, smoke):
         for variants, where in ((VARIANTS, None), (WIRES if mesh is not None else (), mesh)):
             case = case_name(shape, tokens, 1 if where is None else where.size)
             for variant in variants:
                 if (smoke or tokens in variant.tokens) and wanted(only, variant.name, case):
-                    yield Case.make(shape, config, tokens, variant, limits, mesh=where, smoke=smoke)
+                    found.append((tokens, variant, where))
+    return found
 
 
 def _tokens(shape: str, smoke: bool) -> tuple[int, ...]:
@@ -91,52 +102,89 @@ def _tokens(shape: str, smoke: bool) -> tuple[int, ...]:
 
 
 def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] | None = None) -> list[Record]:
-    """Every shape, number of tokens and format, then the peers of the shape; those that `wanted(only, ...)` names."""
-    progress = progress or NoProgress()
+    """Every shape, number of tokens and format, then the peers of the shape; those that `wanted(only, ...)` names.
+
+    Raises RuntimeError at the end if a layer failed; `progress` has been told the figures of the others by then.
+    """
+    progress, attempt = progress or NoProgress(), _Attempts()
     shapes = SMOKE_SHAPES if smoke else SHAPES
     mesh = Mesh(np.array(jax.devices()), (AXIS,)) if len(jax.devices()) > 1 else None
     progress.start(3 * len(shapes))
     limits = ceilings(smoke)
-    records = []
+    records: list[Record] = []
     for shape, config in shapes.items():
         progress.step(f"{shape}: lowering and compiling, and PyTorch")
-        peer_tokens = [t for t in _tokens(shape, smoke) if smoke or t in VARIANTS[0].tokens]
-        of_torch, of_stock = (
-            tuple(t for t in peer_tokens if wanted(only, name, case_name(shape, t, 1))) for name in PEERS
-        )
-        torch = layer_peers.start_torch(config, of_torch) if of_torch and not smoke else None
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            cases, jobs = [], []
-            for case in _cases(shape, limits, smoke, mesh, only):
-                cases.append(case)
-                jobs += [pool.submit(case.compile)] if torch is None else []
-            eager = {} if torch is None else torch()
-            for job in jobs or [pool.submit(case.compile) for case in cases]:  # not while PyTorch is timed: XLA tunes
-                job.result()
+        cases, plain, eager = _programs(shape, config, limits, smoke, mesh, only, attempt)
         progress.step(f"{shape}: stock JAX")
         exact = random_params(jax.random.key(0), config)
-        stock = {t: s for t in of_stock if (s := _stock(config, t, exact, smoke)) is not None}
+        weights = layer_peers.stock_weights(exact) if plain else ()
+        stock = {}
+        for p in plain:
+            what, repeats = f"{PEERS[1]} {case_name(shape, p.tokens, 1)}", 1 if smoke or p.tokens > 1024 else 3
+            seconds = attempt(what, functools.partial(p.seconds, weights, repeats))
+            stock |= {} if seconds is None else {p.tokens: seconds}
+        del weights, plain
         peers = dict(zip(PEERS, (eager, stock), strict=True))
         progress.step(f"{shape}: {len(cases)} layers")
         held: dict[tuple, MoEParams] = {}
+        found = []
         for case in cases:
             key = (case.config.quant.weights, case.ranks)
             if key not in held:
                 held[key] = case.placed(quantised(exact, case.config.quant))
             beside = {n: ts[case.tokens] for n, ts in peers.items() if case.tokens in ts and case.ranks == 1}
-            records.append(case.measure(held[key], exact, limits, smoke=smoke, peers=beside))
-            progress.record(records[-1])
+            measure = functools.partial(case.measure, held[key], exact, limits, smoke=smoke, peers=beside)
+            one = attempt(f"{case.variant.name} {case_name(shape, case.tokens, case.ranks)}", measure)
+            if one is not None:
+                found.append(one)
+                progress.record(one)
         more = [
             record(shape, config, t, name, seconds, 1, 0.0, smoke=smoke)
             for name, times in peers.items()
             for t, seconds in times.items()
         ]
-        more += crossovers([r for r in records if r.parameters["shape"] == shape])
+        more += crossovers(found)
         for r in more:
             progress.record(r)
-        records += more
+        records += found + more
         del exact, held, cases
+    attempt.check()
     return records
+
+
+def _programs(
+    shape: str,
+    config: MoEConfig,
+    limits: Ceilings,
+    smoke: bool,
+    mesh: Mesh | None,
+    only: re.Pattern[str] | None,
+    attempt: _Attempts,
+) -> tuple[list[Case], list[layer_peers.Stock], dict[int, float]]:
+    """A shape's layers in order, stock JAX's, all compiled, and PyTorch's seconds by tokens."""
+    tokens = [t for t in _tokens(shape, smoke) if smoke or t in VARIANTS[0].tokens]
+    of_torch, of_stock = (tuple(t for t in tokens if wanted(only, n, case_name(shape, t, 1))) for n in PEERS)
+    torch = layer_peers.start_torch(config, of_torch) if of_torch and not smoke else None
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        made: list[tuple[str, Any]] = []
+        jobs = []
+        for t, variant, where in _wanted(shape, smoke, mesh, only):
+            what = f"{variant.name} {case_name(shape, t, 1 if where is None else where.size)}"
+            lower = functools.partial(Case.make, shape, config, t, variant, limits, mesh=where, smoke=smoke)
+            made += [(what, case)] if (case := attempt(what, lower)) is not None else []
+            if torch is None and case is not None:
+                jobs.append(pool.submit(case.compile))
+        plain = [
+            (f"{PEERS[1]} {case_name(shape, t, 1)}", layer_peers.Stock.make(config, t, calls=2 if t > 1024 else 20))
+            for t in of_stock
+            if layer_peers.stock_bytes(config, t) < STOCK_BYTES
+        ]
+        eager = {} if torch is None else torch()
+        jobs = jobs or [pool.submit(case.compile) for _, case in made]  # not while PyTorch is timed: XLA tunes
+        jobs += [pool.submit(p.compile) for _, p in plain]
+        for (what, _), job in zip([*made, *plain], jobs, strict=True):
+            attempt(what, job.result)
+    return [c for _, c in made if c.compiled], [p for _, p in plain if p.compiled], eager
 
 
 def crossovers(records: Sequence[Record]) -> list[Record]:
@@ -146,7 +194,8 @@ def crossovers(records: Sequence[Record]) -> list[Record]:
     largest. parameters: times as fast, by T.
     """
     plain, *quantised_wires = WIRES
-    seconds = {(r.name, r.parameters["T"]): r.seconds for r in records if r.parameters["R"] > 1}
+    ranked = [r for r in records if r.parameters["R"] > 1]
+    seconds = {(r.name, r.parameters["T"]): r.seconds for r in ranked if r.seconds is not None}
     out = []
     for wire in quantised_wires:
         shared = sorted(t for name, t in seconds if name == wire.name and (plain.name, t) in seconds)

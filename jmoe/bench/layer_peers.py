@@ -5,11 +5,15 @@ T tokens, D hidden size, F expert width, E experts, K experts per token, M = T *
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +21,9 @@ from jax import lax
 
 from jmoe.config import MoEConfig
 from jmoe.params import MoEParams
+
+from .layer_case import SETS, inputs, random_params
+from .timing import chain, jit_donating, run_chain
 
 
 def stock_weights(params: MoEParams) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -45,6 +52,34 @@ def stock_bytes(config: MoEConfig, tokens: int) -> int:
     """Temporaries of `stock_layer` on GPUs, where `lax.ragged_dot` makes rows times experts times columns."""
     rows = tokens * config.num_experts_per_tok
     return rows * config.num_experts * config.hidden_size * 2 if jax.default_backend() == "gpu" else 0
+
+
+@dataclasses.dataclass
+class Stock:
+    """A chain of `calls` calls of `stock_layer` with T tokens."""
+
+    config: MoEConfig
+    tokens: int
+    calls: int
+    lowered: Any
+    compiled: Any = None
+
+    @classmethod
+    def make(cls, config: MoEConfig, tokens: int, *, calls: int) -> Stock:
+        """Lowered, which needs no arrays."""
+        step = jax.jit(functools.partial(stock_layer, top_k=config.num_experts_per_tok))
+        shapes = jax.eval_shape(lambda: stock_weights(random_params(jax.random.key(0), config)))
+        x = jax.ShapeDtypeStruct((tokens, config.hidden_size), jnp.bfloat16)
+        lowered = jit_donating(chain(step, calls=calls)).lower((x,) * SETS, ((None, *shapes),) * SETS)
+        return cls(config, tokens, calls, lowered)
+
+    def compile(self) -> None:
+        self.compiled = self.lowered.compile()
+
+    def seconds(self, weights: tuple[jax.Array, ...], repeats: int) -> float:
+        """Of one call, median. weights: of `stock_weights`."""
+        sets = [(x, *weights) for x in inputs(self.config, self.tokens, SETS)]
+        return statistics.median(run_chain(self.compiled, sets, repeats, warmup=1)) / self.calls
 
 
 def start_torch(config: MoEConfig, tokens: tuple[int, ...]) -> Callable[[], dict[int, float]]:

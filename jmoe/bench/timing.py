@@ -123,15 +123,16 @@ def time_chain(
         raise ValueError("time_chain needs at least one input set, got none; pass a list of argument tuples.")
     sets = tuple(tuple(s) for s in inputs)
     count = -(-(calls or 20) // len(sets)) * len(sets)
-    seconds = _repeat(wrap(build(step, calls=count)), sets, repeats)
+    seconds = run_chain(wrap(build(step, calls=count)), sets, repeats)
     if calls is None and jax.default_backend() == "gpu" and statistics.median(seconds) < CHAIN_SECONDS:
         more = min(MOST_CALLS, math.ceil(count * CHAIN_SECONDS / statistics.median(seconds)))
         count = -(-more // len(sets)) * len(sets)
-        seconds = _repeat(wrap(build(step, calls=count)), sets, repeats)
+        seconds = run_chain(wrap(build(step, calls=count)), sets, repeats)
     return Timing(statistics.median(seconds) / count, min(seconds) / count, count, repeats)
 
 
-def _repeat(run: Callable[..., Any], sets: tuple[tuple, ...], repeats: int, warmup: int = 2) -> list[float]:
+def run_chain(run: Callable[..., Any], sets: Sequence[tuple], repeats: int, warmup: int = 2) -> list[float]:
+    """Seconds of each of `repeats` runs of a chain that is compiled, or compiled by its first run."""
     firsts = jax.tree.map(jnp.copy, tuple(s[0] for s in sets))
     rest = tuple((None, *s[1:]) for s in sets)
     seconds = []
