@@ -53,8 +53,8 @@ VARIANTS = (
         QuantConfig(activations="fp8_128", weights="fp8_128x128", intermediate="fp8_128"),
         (64, 8192, 32768),
     ),
-    Variant("NVFP4 weights", QuantConfig(weights="nvfp4"), (1, 64, 256)),
-    Variant("MXFP8 weights", QuantConfig(weights="mxfp8"), (1, 64)),
+    Variant("NVFP4 weights", QuantConfig(weights="nvfp4"), (1, 64)),
+    Variant("MXFP8 weights", QuantConfig(weights="mxfp8"), (64,)),
 )
 WIRES = (
     Variant("EP, BF16 wire", QuantConfig(wire="bfloat16"), (1, 64, 512, 2048, 8192)),
