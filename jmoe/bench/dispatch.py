@@ -96,16 +96,18 @@ class Tokens:
             keys = jax.random.split(jax.random.fold_in(jax.random.key(tokens), rank[0]), 3)
             _, ids = lax.top_k(jax.random.uniform(keys[0], (tokens, shape.experts)), shape.top_k)
             weights = jax.random.uniform(keys[1], ids.shape)
-            return ids.astype(jnp.int32), weights, jax.random.normal(keys[2], (tokens, shape.hidden), jnp.bfloat16)
+            return jax.random.normal(keys[2], (tokens, shape.hidden), jnp.bfloat16), ids.astype(jnp.int32), weights
 
         ranks = jax.device_put(np.arange(bench.num_ranks, dtype=np.int32)[:, None], bench.sharding)
-        self.ids, self.weights, self.x = bench.mapped(make)(ranks)
+        self.inputs = Program(bench, make, ranks)  # x, of which chains make each call depend on the last, ids, weights
         self._plans: dict[str, Program] = {}
         self._peers: dict[int, Chain] = {}
 
     def plan(self, backend: Backend, exchange: Exchange) -> Program:
         if backend.name not in self._plans:
-            self._plans[backend.name] = Program(self.bench, lambda ids: backend.plan(ids, exchange), self.ids)
+            self._plans[backend.name] = Program(
+                self.bench, lambda inputs: backend.plan(inputs[1], exchange), self.inputs
+            )
         return self._plans[backend.name]
 
     def calls(self, rows: float, row_bytes: int) -> int:
@@ -117,9 +119,9 @@ class Tokens:
         if row_bytes not in self._peers:
             bench, rows = self.bench, self.bench.num_ranks * self.tokens
             exchange = functools.partial(lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0, tiled=True)
-            make = lambda ids: jnp.tile(jax.random.bits(jax.random.key(0), (1, row_bytes), jnp.uint8), (rows, 1))  # noqa: E731
+            make = lambda _: jnp.tile(jax.random.bits(jax.random.key(0), (1, row_bytes), jnp.uint8), (rows, 1))  # noqa: E731
             calls = self.calls(self.tokens * (bench.num_ranks - 1), row_bytes)
-            self._peers[row_bytes] = Chain(bench, exchange, Program(bench, make, self.ids), calls=calls)
+            self._peers[row_bytes] = Chain(bench, exchange, Program(bench, make, self.inputs), calls=calls)
         return self._peers[row_bytes]
 
 
@@ -162,28 +164,28 @@ class Case:
         back = [wire for wire in COMBINE_WIRES if self.wanted("combine", wire)]
         if back and self.layout.format is None:
             at, plan = self.at, self.at.plan(self.backend, exchange)
-            received = Program(at.bench, self._receive, at.x, at.ids, at.weights, plan)
+            received = Program(at.bench, self._receive, at.inputs, plan)
             figures += [self._combine(wire, plan, received, exchange) for wire in back]
         return figures
 
     def _dispatch(self, exchange: Exchange) -> Figure:
         at, layout, plan = self.at, self.layout, self.at.plan(self.backend, exchange)
 
-        def dispatch(x, ids, weights, plan):
-            flight = start(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=layout)
+        def dispatch(inputs, plan):
+            flight = start(*inputs, plan, backend=self.backend, exchange=exchange, layout=layout)
             return flight.rows if flight.data is None else flight.data  # apart, one kernel writes both
 
         calls = at.calls(at.tokens * (at.bench.num_ranks - 1), layout.row_bytes)
-        chain = Chain(at.bench, dispatch, at.x, at.ids, at.weights, plan, calls=calls)
-        check = Program(at.bench, functools.partial(self._wrong_bytes, exchange), at.ids, at.weights, at.x, plan)
+        chain = Chain(at.bench, dispatch, at.inputs, plan, calls=calls)
+        check = Program(at.bench, functools.partial(self._wrong_bytes, exchange), at.inputs, plan)
         share = lambda wrong, rows: wrong / (rows * layout.payload_bytes) if rows else 0.0  # noqa: E731
         record = self._record("dispatch", self.wire, layout.row_bytes, plan, share, "wrong bytes")
         return Figure(chain, check, record)
 
-    def _receive(self, x, ids, weights, plan):
+    def _receive(self, inputs, plan):
         """The rows that experts would give back if they gave back what they get, and the ids of what arrived."""
         exchange = self.exchange(kernel=False)
-        got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+        got = dispatch_payload(*inputs, plan, backend=self.backend, exchange=exchange, layout=self.layout)
         assert isinstance(got.x, jax.Array)  # a float wire
         return jnp.where(jnp.any(got.ids >= 0, axis=1, keepdims=True), got.x, 0), got.ids
 
@@ -194,8 +196,8 @@ class Case:
         row_bytes = 2 * hidden if as_wire is None else row_layout(hidden, wire, 0).row_bytes
         send_back = functools.partial(combine, backend=self.backend, wire=as_wire, exchange=exchange)
 
-        def compare(received, weights, plan, x):
-            y, recv_ids = received
+        def compare(received, inputs, plan):
+            (y, recv_ids), (x, _, weights) = received, inputs
             out = send_back(y, weights, plan, recv_ids=recv_ids, out_dtype=jnp.float32)
             if self.backend.form == "batched":
                 times = jnp.sum(jnp.where(plan.target >= 0, weights, 0), axis=1, keepdims=True)
@@ -204,21 +206,21 @@ class Case:
             want = x.astype(jnp.float32) * times
             return jnp.sum((out - want) ** 2), jnp.sum(want**2)
 
-        def step(received, weights, plan):
-            return send_back(received[0], weights, plan, recv_ids=received[1])
+        def step(received, inputs, plan):
+            return send_back(received[0], inputs[2], plan, recv_ids=received[1])
 
         calls = at.calls(at.tokens * (at.bench.num_ranks - 1), row_bytes)
-        chain = Chain(at.bench, step, received, at.weights, plan, calls=calls)
-        check = Program(at.bench, compare, received, at.weights, plan, at.x)
+        chain = Chain(at.bench, step, received, at.inputs, plan, calls=calls)
+        check = Program(at.bench, compare, received, at.inputs, plan)
         error = lambda wrong, norm: (wrong / norm) ** 0.5 if norm else 0.0  # noqa: E731
         record = self._record("combine", wire, row_bytes, plan, error, "relative error")
         return Figure(chain, check, record)
 
-    def _wrong_bytes(self, exchange: Exchange, ids, weights, x, plan):
+    def _wrong_bytes(self, exchange: Exchange, inputs, plan):
         """How many of the received data's bytes are not those which their senders packed, and rows received."""
         me, num_local, batched = exchange.rank, exchange.num_local, self.backend.form == "batched"
-        got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
-        rows, _ = pack_rows(x, ids, weights, self.layout, axis_name=AXIS)
+        got = dispatch_payload(*inputs, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+        rows, _ = pack_rows(*inputs, self.layout, axis_name=AXIS)
         rows, token = lax.all_gather(rows, AXIS), lax.all_gather(plan.src_token, AXIS)  # [R, T, row], [R, S, C]
         if batched:
             token = lax.dynamic_slice_in_dim(token, me() * num_local, num_local, axis=1).swapaxes(0, 1)
@@ -317,8 +319,8 @@ def ragged(at: Tokens, slices: int) -> list[Figure]:
         x, into = carry
         return ragged_all_to_all(x, into, *tables(), axis_name=AXIS, implementation=implementation), x
 
-    def rows(x):
-        x = jnp.concatenate([x] * num_ranks)
+    def rows(inputs):
+        x = jnp.concatenate([inputs[0]] * num_ranks)
         return x, jnp.zeros_like(x)
 
     def wrong(both):
@@ -328,7 +330,7 @@ def ragged(at: Tokens, slices: int) -> list[Figure]:
         return jnp.mean((got != want).astype(jnp.float32)), jnp.ones(())
 
     row_bytes, remote = 2 * bench.shape.hidden, tokens * max(num_ranks - 1, 1)
-    make = Program(bench, rows, at.x)
+    make = Program(bench, rows, at.inputs)
     chain = Chain(bench, functools.partial(exchange, None), make, calls=at.calls(remote, row_bytes), waits=False)
     xla = None
     if jax.default_backend() == "gpu" and num_ranks > 1:  # milliseconds each
