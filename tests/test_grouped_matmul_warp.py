@@ -3,8 +3,10 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from aot_report import aot_report
 from test_grouped_matmul_dequant import PACKED, elements, halves, pair, run
 
+from jmoe import compat
 from pallas_kernels.grouped_matmul import mosaic_warp
 
 PACKED = [p for p in PACKED if p.element == "e2m1"]
@@ -104,3 +106,13 @@ def elements_of(codes):
 
 def scale_values(bits, packed):
     return bits.view(ml_dtypes.float8_e4m3fn).astype(float) if packed.scale == "e4m3" else 2.0 ** (bits - 127.0)
+
+
+@pytest.mark.slow
+@pytest.mark.aot
+@pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
+def test_the_matmuls_with_4_bit_weights_compile_without_spilling_a_register():
+    report = aot_report("aot_few_rows.py")
+    assert len(report) == 28
+    for name, (registers, spilled) in report.items():
+        assert spilled == 0 and 0 < registers <= 168, (name, registers, spilled)
