@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_sm90 import BOX, CONSUMERS, SWIZZLE, compiler_params, drain, num_sms, swizzled
+from .mosaic_tiles import where_inside
 
 _STEP = 64
 
@@ -136,12 +137,15 @@ def _body(starts, ends, dy, x, out, a_smem, b_smem, out_smem, full, empty, maske
 
             last, value = pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef((BOX, c.block_k), jnp.float32))
             for chunk, at in enumerate(range(0, c.block_k, chunk_k)):
-                slot = chunk % c.out_slots
-                plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
-                out_smem.at[wg, slot][...] = value[:, at : at + chunk_k]
-                plgpu.commit_smem()
-                window = out.at[group, pl.ds(row_n + wg * BOX, BOX), pl.ds(col_k + at, chunk_k)]
-                plgpu.copy_smem_to_gmem(out_smem.at[wg, slot], window)
+
+                @where_inside(col_k + at, k, c.block_k)
+                def _(slot=chunk % c.out_slots, at=at):
+                    plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+                    out_smem.at[wg, slot][...] = value[:, at : at + chunk_k]
+                    plgpu.commit_smem()
+                    window = out.at[group, pl.ds(row_n + wg * BOX, BOX), pl.ds(col_k + at, chunk_k)]
+                    plgpu.copy_smem_to_gmem(out_smem.at[wg, slot], window)
+
             return last
 
         lax.fori_loop(0, my_tiles, per_tile, jnp.int32(0))

@@ -43,6 +43,7 @@ from .mosaic_tiles import (
     tiles_of,
     tiles_of_block,
     walk,
+    where_inside,
 )
 from .schedule import each_tile
 from .tiles import find_tile, num_tiles, read_boxes, uneven
@@ -274,14 +275,18 @@ def _body(
                 value = total.astype(out.dtype)
                 for start in range(0, columns, chunk_n):
                     slot = chunk % c.out_slots
-                    where = pl.ds(n_tile * _TILE_N + first_column + start, chunk_n), out
+                    column = n_tile * _TILE_N + first_column + start
+                    part, where = value[:, start : start + chunk_n], (pl.ds(column, chunk_n), out)
                     views = [view.at[wg, slot] for view in (out_write, out_box, out_row)]
-                    plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
-                    part = value[:, start : start + chunk_n]
-                    if boxes > 1:
-                        store_box(part, row, *where, *views[:2])
-                    else:
-                        store_rows(part, row, group_rows, *where, *views)
+
+                    @where_inside(column, n, _TILE_N)
+                    def _(part=part, row=row, where=where, views=views):
+                        plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+                        if boxes > 1:
+                            store_box(part, row, *where, *views[:2])
+                        else:
+                            store_rows(part, row, group_rows, *where, *views)
+
                     chunk += 1
 
         def per_tile(tile, step):

@@ -40,6 +40,7 @@ from .mosaic_tiles import (
     tiles_of,
     tiles_of_block,
     walk,
+    where_inside,
 )
 from .schedule import each_tile
 from .tiles import find_tile, num_tiles, read_boxes, read_pair, uneven
@@ -455,13 +456,17 @@ def _body(
                 row = jnp.where(box < boxes - 1, first + box * BOX, last)
                 rows = jnp.where(box < boxes, group_rows, 0)
                 for start in range(0, columns, chunk_n):
-                    where = pl.ds(n_tile * tile_n + first_column + start, chunk_n), out
-                    views = out_views(chunk)
-                    part = value[:, start : start + chunk_n]
-                    if always_whole:
-                        store_box(part, row, *where, *views[:2])
-                    else:
-                        store_rows(part, row, rows, *where, *views)
+                    column = n_tile * tile_n + first_column + start
+                    part, where = value[:, start : start + chunk_n], (pl.ds(column, chunk_n), out)
+
+                    @where_inside(column, n, tile_n)
+                    def _(chunk=chunk, part=part, row=row, rows=rows, where=where):
+                        views = out_views(chunk)
+                        if always_whole:
+                            store_box(part, row, *where, *views[:2])
+                        else:
+                            store_rows(part, row, rows, *where, *views)
+
                     chunk += 1
 
         def slab_of(held, tile, step, steps):
@@ -481,12 +486,16 @@ def _body(
                 values, halves = [gated_product(values[0], values[1], gate)], [wg * BOX]
             chunk = 0
             for value, column in zip(values, halves, strict=True):
-                columns = pl.ds(n_tile * tile_n + column, BOX)
-                value = value.astype(out.dtype)
+                column = n_tile * tile_n + column
+                columns, value = pl.ds(column, BOX), value.astype(out.dtype)
                 for start in range(0, held, BOX):
                     end = min(start + BOX, held)
                     there = None if end <= held - SLAB_STEP else rows - start
-                    store_slab(value[:, start:end], first + start, there, columns, out, *out_views(chunk))
+
+                    @where_inside(column, n, tile_n)
+                    def _(chunk=chunk, part=value[:, start:end], start=start, there=there, columns=columns):
+                        store_slab(part, first + start, there, columns, out, *out_views(chunk))
+
                     chunk += 1
 
         def per_tile(tile, step):

@@ -84,6 +84,15 @@ def walk(index, num_m, num_n: int, band: int):
     return m, which * band + lax.rem(within, band)
 
 
+def where_inside(column, size: int, tile: int):
+    """As pl.when(column < size), for tiles of `tile` columns.
+
+    Pallas leaves an axis of length 1 out of a copy, and with it the copy engine's check: where N is 64, columns past it
+    would be stored as the first.
+    """
+    return pl.when(column < size) if size % tile else lambda store: store()
+
+
 def store_box(value, first_row, columns, out_gmem, write_view, box_view):
     """Stores value [64, C] at out[first_row:, columns]."""
     write_view[...] = value

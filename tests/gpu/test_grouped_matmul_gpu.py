@@ -243,6 +243,24 @@ def test_any_number_of_groups_is_added_up_in_the_kernel(rng, monkeypatch, groups
         assert relative(run("forward")(x, w, jnp.asarray(sizes)), exact(x, plain, sizes)) < 4e-3
 
 
+def test_axes_of_a_single_swizzle_are_not_stored_past_their_end(rng, monkeypatch):
+    monkeypatch.setattr(mosaic_entry, "DECODE_ROWS", 0)
+    m = 1500
+    x, (w, plain), sizes = normal(rng, m, 64), weights(None, G, 64, 64), sizes_of("edges", m, rng)
+    y = run("forward")(x, w, jnp.asarray(sizes))
+    assert relative(y, exact(x, plain, sizes)) < 4e-3
+    assert relative(run("dlhs")(x, w, jnp.asarray(sizes)), exact(x, np.swapaxes(plain, 1, 2), sizes)) < 4e-3
+    dw, row = np.asarray(run("drhs", num_groups=G)(x, x, jnp.asarray(sizes)), np.float32), 0
+    for g, size in enumerate(sizes):
+        a = np.asarray(x[row : row + size], np.float32)
+        assert relative(dw[g], a.T @ a) < 4e-3, g
+        row += size
+    x8 = jax.jit(lambda x: quantize(x, "fp8_128"))(normal(rng, m, 128))
+    w8, plain8 = weights("fp8_128x128", G, 64, 128)
+    exact_x = jax.jit(lambda x: dequantize(x, jnp.float32))(x8)
+    assert relative(run("forward")(x8, w8, jnp.asarray(sizes)), exact(exact_x, plain8, sizes)) < 4e-3
+
+
 @pytest.mark.parametrize("fmt", [None, "nvfp4", "mxfp4", "fp8_128x128"])
 @pytest.mark.parametrize("config", DECODE_VARIANTS, ids=str)
 def test_decode_variants_that_no_rule_ships_are_right_at_edge_sizes(rng, fmt, config):
