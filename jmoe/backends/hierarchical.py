@@ -10,8 +10,9 @@ the sum crosses once for each (token, host) in the layer's dtype (or as MXFP8), 
 float32, host by host. With K = 8 and two hosts of 8 GPUs, 256 experts, the network carries 1.0 rows a token instead of
 the flat exchange's 3.3.
 
-Inside the host the rows move through a kernel's `push` and `reduce` (`inner`; compiled, not yet run on GPUs in this
-place, hence opt-in), else through lax.all_to_all.
+Inside the host the rows move through a kernel's `push` and `reduce` (`inner`; opt-in, see `DeviceCaps.local_kernels`),
+else through lax.all_to_all. On two GPUs of one process both steps deliver the flat exchange's bytes, as one host of two
+and as two of one (tests/gpu).
 """
 
 from __future__ import annotations
