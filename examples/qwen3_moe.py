@@ -354,6 +354,23 @@ def with_quant(model: Qwen3Moe, quant: QuantConfig) -> Qwen3Moe:
     return other
 
 
+def first_layers(model: Qwen3Moe, count: int) -> Qwen3Moe:
+    """The same arrays without the later layers: a model to compare with, where rounding has not grown yet."""
+    graph, state = nnx.split(model)
+    other = nnx.merge(graph, state)
+    other.config = dataclasses.replace(model.config, num_layers=count)
+    other.layers = nnx.List(list(other.layers)[:count])
+    return other
+
+
+def read_tokens(model: Qwen3Moe, ids: jax.Array, valid: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Reads the next token of each sequence, [B, 1] -> float32 logits [B, V] of the one after it, and the cache."""
+    if one_token.why_not(model, ids.shape[0]) is None:
+        return one_token.read(model, ids, valid, cache)
+    hidden, cache, _ = model.hidden(ids, valid=valid, cache=cache)
+    return model.logits(hidden[:, 0]), cache
+
+
 @functools.partial(jax.jit, static_argnames=("size", "side"))
 def prefill(
     model: Qwen3Moe, ids: jax.Array, valid: jax.Array, *, size: int, side: str = "left"
@@ -390,15 +407,10 @@ def decode(
         token = jnp.where(done, end, token)
         out = jax.lax.dynamic_update_slice_in_dim(out, token[:, None], step, axis=1)
         done = done | (token == end)
-        if alone:
-            logits, cache = one_token.read(model, token[:, None], ~done[:, None], cache)
-        else:
-            hidden, cache, _ = model.hidden(token[:, None], valid=~done[:, None], cache=cache)
-            logits = model.logits(hidden[:, 0])
+        logits, cache = read_tokens(model, token[:, None], ~done[:, None], cache)
         return step + 1, logits, cache, done, out
 
     batch = logits.shape[0]
-    alone = one_token.why_not(model, batch) is None
     start = (jnp.int32(0), logits, cache, jnp.zeros(batch, bool), jnp.full((batch, steps), end))
     step, _, _, _, out = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[3]), body, start)
     return out, step

@@ -5,8 +5,8 @@ B sequences, S tokens of a prompt, N slots of the cache, R devices.
 Prefill is one compiled call over padded prompts of different lengths; decoding is one compiled loop, so Python's
 launches do not count. The ceiling of decoding is reading, at the copy bandwidth of the same run, what a step cannot do
 without: attention and output weights, the experts that B * K assignments of an even router touch, and the keys and
-values so far. The ceiling of prefill is its matmuls at the speed of a dense one. The error compares the logits of a
-token that was read with the cache with those of reading everything at once.
+values so far. The ceiling of prefill is its matmuls at the speed of a dense one. The error of decoding compares the
+logits of a token that was read with the cache with those of reading everything at once (`Compared`).
 
 On several devices the experts are spread over them (and only that is measured): each attends for its share of the
 sequences, with attention weights of its own; a single sequence is attended to by all of them.
@@ -38,18 +38,16 @@ from jmoe.config import QuantConfig
 from .common import NoProgress, Progress, Record, relative_error, wanted
 from .layer_case import Ceilings, ceilings, touched_experts
 
-DECODING = ((1, 1024), (8, 1024), (64, 1024), (256, 512))  # (B, tokens that each sequence has already)
-# What the experts are kept in, and, where that is measured too, what the activations of a prefill are quantised to.
-WEIGHTS: tuple[tuple[str, str | None, QuantConfig | None], ...] = (
-    ("BF16", None, None),
-    (
-        "FP8-128",
-        "fp8_128x128",
-        QuantConfig(weights="fp8_128x128", activations="fp8_128", intermediate="fp8_128"),
-    ),
-    ("NVFP4", "nvfp4", None),
+DECODING = ((1, 1024), (64, 1024), (8, 1024), (256, 512))  # (B, tokens that each sequence has already)
+FP8 = QuantConfig(weights="fp8_128x128", activations="fp8_128", intermediate="fp8_128")
+# What the experts are kept in, the B of which decoding is timed, and what activations of a prefill are quantised to.
+WEIGHTS: tuple[tuple[str, str | None, tuple[int, ...], tuple[QuantConfig | None, ...]], ...] = (
+    ("BF16", None, (1, 8, 64, 256), (None,)),
+    ("NVFP4", "nvfp4", (1, 64, 256), (None,)),
+    ("FP8-128", "fp8_128x128", (1, 64), (FP8,)),
 )
 STEPS = 32
+LAYERS_COMPARED, PROMPTS_COMPARED, LENGTH_COMPARED = 2, 16, 24
 PROMPTS, PROMPT = 8, 1024
 TINY = dict(
     hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8,
@@ -230,34 +228,46 @@ class Prefill:
 
 @dataclasses.dataclass
 class Compared:
-    """Logits of a last token read with the cache against those of everything read at once."""
+    """Logits of last tokens that are read with the cache, against those of prompts that are read at once.
 
-    length: int
+    Of the model's first LAYERS_COMPARED layers, and the median of PROMPTS_COMPARED prompts: where two experts are
+    nearly tied a rounding can choose the other one, and after that nothing is the same any more.
+    """
+
     whole: Any
-    last: Any
+    steps: dict[int, Any]  # by batch size
 
     @classmethod
-    def make(cls, example: ModuleType, model: Any, batch: int = 2, length: int = 24) -> Compared:
-        ids, valid = (jax.ShapeDtypeStruct((batch, length), t) for t in (jnp.int32, jnp.bool_))
-        cache = _cache_like(example, model.config, batch, length + 1, None)
-
-        @jax.jit
-        def last(model, ids, cache):
-            return model.logits(model.hidden(ids, cache=cache)[0][:, 0])
-
-        whole = example.prefill.lower(model, ids, valid, size=length + 1, side="right")
-        token = jax.ShapeDtypeStruct((batch, 1), jnp.int32)
-        return cls(length, whole, last.lower(model, token, cache))
+    def make(cls, example: ModuleType, model: Any) -> Compared:
+        model = example.first_layers(model, LAYERS_COMPARED)
+        ids, valid = (jax.ShapeDtypeStruct((PROMPTS_COMPARED, LENGTH_COMPARED), t) for t in (jnp.int32, jnp.bool_))
+        step, steps = jax.jit(example.read_tokens), {}
+        for batch in (1, PROMPTS_COMPARED):
+            cache = _cache_like(example, model.config, batch, LENGTH_COMPARED + 1, None)
+            token, here = (jax.ShapeDtypeStruct((batch, 1), t) for t in (jnp.int32, jnp.bool_))
+            steps[batch] = step.lower(model, token, here, cache)
+        return cls(example.prefill.lower(model, ids, valid, size=LENGTH_COMPARED + 1, side="right"), steps)
 
     def compile(self) -> None:
-        self.whole, self.last = self.whole.compile(), self.last.compile()
+        self.whole, self.steps = self.whole.compile(), {batch: step.compile() for batch, step in self.steps.items()}
 
-    def error(self, model: Any, batch: int = 2) -> float:
-        ids = jax.random.randint(jax.random.key(1), (batch, self.length), 0, model.config.vocab_size, jnp.int32)
-        real = jnp.ones(ids.shape, bool)
-        whole, _ = self.whole(model, ids, real)
+    def errors(self, example: ModuleType, model: Any) -> dict[int, float]:
+        """For a step of one sequence, and of several."""
+        model = example.first_layers(model, LAYERS_COMPARED)
+        shape = (PROMPTS_COMPARED, LENGTH_COMPARED)
+        ids = jax.random.randint(jax.random.key(1), shape, 0, model.config.vocab_size, jnp.int32)
+        real = jnp.ones(shape, bool)
+        expected, _ = self.whole(model, ids, real)
         _, cache = self.whole(model, ids, real.at[:, -1].set(False))  # its slot is filled, and not seen
-        return relative_error(self.last(model, ids[:, -1:], cache), whole)
+        out = {}
+        for batch, step in self.steps.items():
+            logits = []
+            for i in range(0, PROMPTS_COMPARED, batch):
+                part = jax.tree.map(lambda a, i=i: a[i : i + batch] if a.ndim else a, cache)  # noqa: B023
+                logits.append(step(model, ids[i : i + batch, -1:], real[i : i + batch, -1:], part)[0])
+            got = jnp.concatenate(logits)
+            out[batch] = statistics.median(relative_error(a, b) for a, b in zip(got, expected, strict=True))
+        return out
 
 
 @dataclasses.dataclass
@@ -284,30 +294,28 @@ def formats(
     prompts: tuple[int, int],
     mesh: Mesh | None = None,
     only: re.Pattern[str] | None = None,
+    smoke: bool = False,
 ) -> Iterator[Format]:
     """Every format with its programs lowered: prefill of `prompts` (B, S), decoding with each (B, context).
 
     only: of the records that are `wanted`.
     """
     ranks = 1 if mesh is None else mesh.size
-    compare = mesh is None  # once: the cache is the same for all formats
-    for name, weights, quant in WEIGHTS:
+    for name, weights, batches, quants in WEIGHTS:
+        reads = [q for q in quants if wanted(only, *_prefill_names(name, *prompts, q, ranks))]
+        writes = [
+            (b, context)
+            for b, context in decoding
+            if (smoke or b in batches) and wanted(only, *_decode_names(name, b, context, ranks))
+        ]
+        if not reads and not writes:
+            continue
         config = example.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
         shapes = jax.eval_shape(lambda c=config: example.random_model(c, key=jax.random.key(0), mesh=mesh))
         model = _like(shapes, None if mesh is None else functools.partial(_of_weights, mesh))
-        prefills = [
-            Prefill.make(example, model, *prompts, quant=q, mesh=mesh)
-            for q in ([None, quant] if quant else [None])
-            if wanted(only, *_prefill_names(name, *prompts, q, ranks))
-        ]
-        decodes = [
-            Decoding.make(example, model, b, context, steps, mesh=mesh)
-            for b, context in decoding
-            if wanted(only, *_decode_names(name, b, context, ranks))
-        ]
-        if not prefills and not decodes:
-            continue
-        compared, compare = Compared.make(example, model) if compare else None, False
+        prefills = [Prefill.make(example, model, *prompts, quant=q, mesh=mesh) for q in reads]
+        decodes = [Decoding.make(example, model, b, context, steps, mesh=mesh) for b, context in writes]
+        compared = Compared.make(example, model) if writes and mesh is None and (smoke or weights is None) else None
         yield Format(name, config, prefills, decodes, compared)
 
 
@@ -338,17 +346,16 @@ def measure(
     limits: Ceilings,
     *,
     mesh: Mesh | None = None,
-    error: float | None = None,
     smoke: bool = False,
 ) -> Iterator[Record]:
-    """Times what `fmt.programs` are, compiled before. error: for every record, unless `fmt` measures one."""
+    """Times what `fmt.programs` are, compiled before."""
     repeats, ranks = 1 if smoke else 2, 1 if mesh is None else mesh.size
     meaningful = not smoke and jax.default_backend() == "gpu"
     model = example.random_model(fmt.config, key=jax.random.key(0), mesh=mesh)
-    error = fmt.compared.error(model) if fmt.compared else error
+    errors = fmt.compared.errors(example, model) if fmt.compared else {}
     shape = {"layers": fmt.config.num_layers, "weights": fmt.name, "R": ranks}
 
-    def record(what, names, tokens, seconds, ceiling_seconds, ceiling_name, **parameters):
+    def record(what, names, tokens, seconds, ceiling_seconds, ceiling_name, *, error=None, **parameters):
         return Record(
             name=names[0],
             case=names[1],
@@ -367,7 +374,8 @@ def measure(
         seconds = d.seconds(example, model, repeats)
         nbytes = step_bytes(model, d.batch, d.context, ranks=ranks)
         names = _decode_names(fmt.name, d.batch, d.context, ranks)
-        yield record("decode", names, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", B=d.batch, bytes=nbytes)
+        how = dict(error=errors.get(1 if d.batch == 1 else PROMPTS_COMPARED), B=d.batch, bytes=nbytes)
+        yield record("decode", names, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", **how)
     for p in fmt.prefills:
         seconds, tokens = p.run(example, model, repeats)
         flops = prefill_flops(fmt.config, p.batch, p.length) * tokens / (p.batch * p.length)
@@ -399,7 +407,7 @@ def run(
     with concurrent.futures.ThreadPoolExecutor() as pool:
         made, jobs = [], []
         shapes: Any = dict(decoding=decoding, steps=steps, prompts=(prompts, length))
-        for fmt in formats(module, hf, **shapes, mesh=mesh, only=only):
+        for fmt in formats(module, hf, **shapes, mesh=mesh, only=only, smoke=smoke):
             made.append(fmt)
             jobs += [pool.submit(p.compile) for p in fmt.programs]
         for job in jobs:
@@ -409,8 +417,7 @@ def run(
     records: list[Record] = []
     for fmt in made:
         progress.step(f"{fmt.name} weights")
-        error = records[0].error if records else None
-        for record in measure(module, fmt, limits, mesh=mesh, error=error, smoke=smoke):
+        for record in measure(module, fmt, limits, mesh=mesh, smoke=smoke):
             records.append(record)
             progress.record(record)
     return records
