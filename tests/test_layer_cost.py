@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jmoe.bench.common import read_json
-from jmoe.bench.layer import VARIANTS
+from jmoe.bench.layer import VARIANTS, WIRES
 from jmoe.caps import DeviceCaps
 from jmoe.cli import main
 from jmoe.config import MoEConfig, QuantConfig
@@ -74,16 +74,22 @@ def test_quant_auto_sends_what_should_be_faster_and_says_why():
     assert decide(asked, num_ranks=2, tokens=8192, caps=HOPPER).wire == "nvfp4_token"
 
 
+def measured():
+    """(sizes, quantisation, seconds) of tests/data/layer_times.json and of the layers in docs/figures."""
+    fields = ("weights", "activations", "intermediate", "wire")
+    for m in json.loads((ROOT / "tests" / "data" / "layer_times.json").read_text())["records"]:
+        yield m, QuantConfig(**{f: m[f] for f in fields if f in m}), m["seconds"]
+    quants = {v.name: v.quant for v in VARIANTS + WIRES}
+    for path in sorted((ROOT / "docs" / "figures").glob("layer*.json")):
+        for r in read_json(path)[1]:
+            if r.name in quants:
+                yield r.parameters, quants[r.name], r.seconds
+
+
 def test_predictions_are_within_a_quarter_of_what_was_measured():
-    """Each of tests/data/layer_times.json, and every layer of docs/figures/layer.json where that has been measured."""
-    times = json.loads((ROOT / "tests" / "data" / "layer_times.json").read_text())["records"]
-    cases = [(m, QuantConfig(weights=m["weights"]), m["seconds"]) for m in times]
-    figures = ROOT / "docs" / "figures" / "layer.json"
-    quants = {v.name: v.quant for v in VARIANTS}
-    for r in read_json(figures)[1] if figures.exists() else ():
-        if r.name in quants and r.parameters["R"] == 1:
-            cases.append((r.parameters, quants[r.name], r.seconds))
-    assert len(cases) >= 7
+    cases = list(measured())
+    assert len(cases) >= 11
     for sizes, quant, seconds in cases:
         config = MoEConfig(sizes["D"], sizes["F"], sizes["E"], sizes["K"], quant=quant)
-        assert 0.75 <= predicted(config, tokens=sizes["T"]).total / seconds <= 1.25, (sizes, quant)
+        layer = explain(config, num_ranks=sizes["R"], tokens=sizes["T"], caps=HOPPER).chosen.layer
+        assert 0.75 <= layer.total / seconds <= 1.25, (dict(sizes), quant, layer)
