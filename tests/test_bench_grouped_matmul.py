@@ -32,7 +32,9 @@ def test_draws_differ_and_keep_their_sum():
 def test_a_chain_passes_through_the_draws_and_ends_with_the_last():
     x, w = bench.operands(jax.random.key(0), SMALL, "bf16")
     draws = jnp.asarray([[96, 0, 0, 0], [0, 96, 0, 0], [0, 0, 0, 96]], jnp.int32)
-    y = jax.jit(bench._chain(bench._product, 5))(draws, x, w)
+    y = jax.jit(bench._chain(bench._product, 3, 2))(draws, x, w)
+    np.testing.assert_array_equal(y, bench._product(x, w, draws[6 % 3]))
+    y = jax.jit(bench._chain(bench._product, 2, 2))(draws, x, w)
     np.testing.assert_array_equal(y, bench._product(x, w, draws[4 % 3]))
 
 

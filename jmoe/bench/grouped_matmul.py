@@ -5,7 +5,7 @@ bytes of the weights that were touched, as a share of the copy bandwidth measure
 is timed, what lays out its tiles included.
 
 Products of many rows heat a GPU to its power limit within milliseconds, and then it slows down (an H200 to 1.4 of
-1.98 GHz). So they are timed under load, after half as long of the same; "burst" is the same in 20 calls after a pause.
+1.98 GHz). So they are timed under load, after half as long of the same; "burst" is the same in 21 calls after a pause.
 torch's CUTLASS kernels are peers where torch is installed: the same load, in turns with ours. Everything is compiled
 before anything is timed, in threads.
 """
@@ -58,7 +58,7 @@ CANDIDATES = {
 }
 DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
 DECODE_ROWS = 64
-PREFILL_CALLS, DECODE_CALLS = 20, 200  # in one chain, and of torch's: 6 to 25 ms
+ROUNDS = {True: (25, 8), False: (5, 4)}  # of how many calls after the first, for few rows or many: 6 to 25 ms
 PAUSE = 0.02  # seconds before each burst
 LOAD = 0.5  # seconds of chains, of which the second half counts
 SHOWN = 16  # rows of a group that the error is taken from
@@ -175,20 +175,23 @@ def _train(x, w, sizes):
     return y, *back(y)
 
 
-def _chain(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """(sizes [draws, E], x, w) -> the result of the last of `calls` calls, each of which needs the one before.
+def _chain(call: Callable[..., Any], rounds: int, each: int) -> Callable[..., Any]:
+    """(sizes [draws, E], x, w) -> the result of the last of 1 + rounds * each calls; each needs the one before.
 
     One small kernel before each: it takes the next draw of sizes, if an element of every result is not an impossible
-    number (which no compiler can know).
+    number (which no compiler can know). Another one counts the rounds.
     """
 
     def run(draws, x, w):
-        def following(i, results):
-            tokens = [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(results)]
-            never = jnp.stack(tokens).max() == _IMPOSSIBLE
-            return call(x, w, draws[lax.rem(i, draws.shape[0])] + never.astype(jnp.int32))
+        def one_round(i, results):
+            for j in range(each):
+                tokens = [leaf[(0,) * leaf.ndim].astype(jnp.float32) for leaf in jax.tree.leaves(results)]
+                never = jnp.stack(tokens).max() == _IMPOSSIBLE
+                draw = lax.rem(1 + i * each + j, draws.shape[0])
+                results = call(x, w, draws[draw] + never.astype(jnp.int32))
+            return results
 
-        return lax.fori_loop(1, calls, following, call(x, w, draws[0]))
+        return lax.fori_loop(0, rounds, one_round, call(x, w, draws[0]))
 
     return run
 
@@ -219,12 +222,13 @@ class Program:
 
     def __init__(self, shape: Shape, fmt: str, smoke: bool = False):
         calls = {TRAINING: _train, STOCK: _stock}
-        self.calls = 2 if smoke or fmt == STOCK else DECODE_CALLS if shape.decode else PREFILL_CALLS
+        rounds, each = (1, 1) if smoke or fmt == STOCK else ROUNDS[shape.decode]
+        self.calls = 1 + rounds * each
         draws = jax.ShapeDtypeStruct((draws_of(shape, smoke), shape.groups), jnp.int32)
         make = jax.jit(lambda key: operands(key, shape, fmt))
         key = jax.eval_shape(lambda: jax.random.key(0))
         x, w = jax.eval_shape(make, key)
-        run = jax.jit(_chain(calls.get(fmt, _product), self.calls))
+        run = jax.jit(_chain(calls.get(fmt, _product), rounds, each))
         results = jax.eval_shape(run, draws, x, w)
         sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
         self._lowered = make.lower(key), run.lower(draws, x, w), jax.jit(_error).lower(x, w, sizes, results)
