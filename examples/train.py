@@ -2,7 +2,7 @@
 
     python examples/train.py --out my_model --steps 300 --batch 8            # laptop: eight virtual devices
     python examples/train.py --out my_model --steps 8000 --dense-experts     # one GPU: how examples/tiny_model was made
-    python examples/train.py --out runs --large --context 1024 --batch 48 --steps 150 --lr 3e-4 --quant none mxfp8 \\
+    python examples/train.py --out runs --large --context 1024 --batch 32 --steps 110 --lr 3e-4 --quant none mxfp8 \\
         --final-windows 0 --curves-only            # fills two GPUs: how docs/figures/training.json was made
 
 Every step sends its tokens to the experts' ranks in the format of --quant; the gradient passes straight through the
@@ -39,7 +39,7 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument(
         "--quant", nargs="+", default=["nvfp4_token"], help="format of the dispatch: none, mxfp8, nvfp4_token, ..."
     )
-    p.add_argument("--large", action="store_true", help="a model with 2.6 billion parameters, 0.5 of them active")
+    p.add_argument("--large", action="store_true", help="a model with 2.5 billion parameters, 0.4 of them active")
     p.add_argument("--backend", default="auto")
     p.add_argument(
         "--devices", type=int, default=8, help="expert-parallel ranks; virtual CPU devices where there is no GPU"
@@ -120,25 +120,31 @@ def main(argv=None) -> dict:
 
     sizes = TINY | (LARGE if args.large else {})
     hf = {name: value if getattr(args, name, None) is None else getattr(args, name) for name, value in sizes.items()}
-    data = Text.read(args)
-    runs = [Run.make(args, hf, quant) for quant in args.quant]
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # nothing is timed meanwhile
-        list(pool.map(Run.compile, runs))
-    results, first = {}, None
-    for run in runs:
-        results[run.quant], model = train(args, run, data)
-        first = first or (None if args.curves_only else model)
-        del model
-    result = dict(next(iter(results.values())))
-    result["runs"] = {quant: r.pop("history") for quant, r in results.items()}
-    result["history"] = result["runs"][args.quant[0]]
-    result["figures"] = results
     args.out.mkdir(parents=True, exist_ok=True)
-    if not args.curves_only:
+    data, results, first = Text.read(args), {}, None
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs, jobs = [], []
+        for quant in args.quant:
+            runs.append(Run.make(args, hf, quant))
+            jobs.append(pool.submit(runs[-1].compile))
+        for run in runs:
+            # The first model is made while the programs are compiled; nothing is timed before all of them are.
+            results[run.quant], model = train(args, run, data, ready=jobs)
+            first = first or (None if args.curves_only else model)
+            del model
+            result = summary(results)
+            (args.out / "training.json").write_text(json.dumps(result))  # what there is, should the next run be cut
+    if first is not None:
         qwen3_moe.save(first, hf, args.out, dtype=jnp.bfloat16)
-    (args.out / "training.json").write_text(json.dumps(result))
     plot(result, args.out / "loss.png")
     return result
+
+
+def summary(results: dict[str, dict]) -> dict:
+    """Of all runs: the first one's figures, every one's history ("runs") and figures."""
+    histories = {quant: r["history"] for quant, r in results.items()}
+    figures = {quant: {k: v for k, v in r.items() if k != "history"} for quant, r in results.items()}
+    return next(iter(results.values())) | {"runs": histories, "figures": figures}
 
 
 @dataclasses.dataclass
@@ -257,8 +263,8 @@ class Run:
         self.compiled, self.lowered = self.lowered.compile(), None
 
 
-def train(args, run: Run, data: Text):
-    """(what was measured, the model)."""
+def train(args, run: Run, data: Text, *, ready: list[concurrent.futures.Future]):
+    """(what was measured, the model). ready: is done once `run` is compiled, and nothing else is compiled any more."""
     import jax
     import numpy as np
     from evaluate import bits_per_byte
@@ -270,6 +276,8 @@ def train(args, run: Run, data: Text):
     state = run.place(run.optimizer.init(params))
     count = sum(p.size for p in jax.tree.leaves(params))
     print(f"{count:,} parameters on {run.devices} device(s), {run.dtype}, {run.quant}")
+    for job in ready:
+        job.result()
 
     rng = np.random.default_rng(args.seed)
     window = np.arange(args.context + 1)
