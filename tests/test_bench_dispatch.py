@@ -28,7 +28,7 @@ def torch_says(monkeypatch):
 
     def set_up(end):
         monkeypatch.setattr(dispatch_peers, "_TORCH", TALKS.replace("END", end))
-        monkeypatch.setattr(dispatch_peers, "LIMIT_SECONDS", {NCCL: 60, NVSHMEM: 2})
+        monkeypatch.setattr(dispatch_peers, "LIMIT_SECONDS", {NCCL: 30, NVSHMEM: 2})
         monkeypatch.setattr(dispatch_peers.importlib.util, "find_spec", lambda name: True)
         return dispatch_peers.torch_seconds((128, 1), (32, 64), 2)
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NCCL, NVSHMEM = "NCCL all_to_all (PyTorch)", "NVSHMEM all_to_all_vdev (PyTorch)"
-LIMIT_SECONDS = {NCCL: 60, NVSHMEM: 40}  # of all sizes together, imports and start included
+LIMIT_SECONDS = {NCCL: 30, NVSHMEM: 25}  # of all sizes together, imports and start included
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 Size = tuple[str, int, int]  # what, T, bytes of a row
