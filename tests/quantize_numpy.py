@@ -56,13 +56,15 @@ class Numpy:
         return (np.float32(1) / a).astype(np.float32)
 
     def div_constant(self, a, b):
-        return (a / np.float32(b)).astype(np.float32)
+        return self.div_by(a, np.float32(b), np.float32(1 / b))
 
     def div(self, a, b):
         return (a / b).astype(np.float32)
 
     def div_by(self, a, b, inverse):
-        return (a / b).astype(np.float32)
+        """As the kernels do it, which gives NaN where the quotient is infinite."""
+        q = (a * inverse).astype(np.float32)
+        return self.fma(self.fma(q, -b, a), inverse, q)
 
     def prmt(self, a, b, selector):
         a, b, selector = np.broadcast_arrays(a, b, selector)

@@ -130,6 +130,14 @@ def test_stacked_tensor_scales_and_zero_rows():
         same(quantize(x[:, :0], fmt), want_(x[:, :0], fmt))
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_4o6"])
+def test_blocks_far_above_the_given_tensor_scale_saturate(fmt):
+    x = rows(12, 64)
+    x = x.at[:3].set(jnp.sign(x[:3]) * jnp.asarray([[1e3], [1e20], [3e38]], jnp.bfloat16))
+    for g in (1 / 700, 3e-5, 2.0):
+        same(quantize(x, fmt, global_scale=jnp.float32(g)), want_(x, fmt, global_scale=jnp.float32(g)))
+
+
 def test_gathered_rows_and_sentinels():
     x = rows(8, 112)
     indices = jnp.asarray([5, -1, 0, 7, 8, 2, 2, 2**31 - 1, -(2**31)], jnp.int32)

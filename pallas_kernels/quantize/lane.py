@@ -204,7 +204,7 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     1e-4 s^2, and so is the one that the specified order of operations gives. Where it is smaller than DOUBT * s^2, or a
     value saturates or is not a number, that order is followed; one block in 1500 of normal data needs it.
     """
-    moved = top * nv.shift
+    moved = o.fmin(top * nv.shift, o.F(2.0**60))
     base = o.div_constant(moved, 6.0) * nv.encode
     both = o.e4m3x2(base, base * o.F(1.5))
     six, four = o.e4m3x2_to_float(both)
