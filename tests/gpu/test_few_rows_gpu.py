@@ -1,0 +1,52 @@
+"""Few rows times 4-bit weights by the warps' own matrix instruction, on a Hopper GPU, against float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matmul_helpers import exact, normal, relative, weights, with_nan
+from test_grouped_matmul_gpu import hopper, poison, sizes_of  # noqa: F401
+
+from pallas_kernels.grouped_matmul import Gate, gated_product, mosaic_entry, tuning
+
+pytestmark = pytest.mark.gpu
+G, N, K = 16, 320, 2880  # neither is a multiple of a tile or of 128 bytes
+CONFIGS = [
+    dict(block_t=8, consumers=4, chunks=2, stages=2, per_sm=1, warp=True),
+    dict(block_t=8, consumers=2, chunks=1, stages=5, per_sm=1, warp=True),
+    dict(block_t=16, consumers=2, chunks=1, stages=4, per_sm=1, warp=True),
+]
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_products_equal_float32(rng, fmt, config):
+    m = 193
+    x, (w, plain) = normal(rng, m, K), weights(fmt, G, N, K)
+    with tuning.override({"decode": config}):
+        product = jax.jit(lambda x, w, sizes: mosaic_entry.forward(x, w, sizes, out_dtype=jnp.bfloat16))
+        for spread in ("edges", "zipf", "tail", "none"):
+            sizes = sizes_of(spread, m, rng)
+            poison(m, N)
+            y = product(with_nan(x, slice(sizes.sum(), None)), w, jnp.asarray(sizes))
+            assert relative(y, exact(x, plain, sizes)) < 4e-3, spread
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4_token", "mxfp4"])
+@pytest.mark.parametrize("config", CONFIGS[1:], ids=str)
+def test_gated_products_with_bias_equal_float32(rng, fmt, config):
+    m, gate = 150, Gate("swiglu_oai")
+    x, (w, plain) = normal(rng, m, K), weights(fmt, G, 2, N, K, scale=0.1)
+    bias = rng.standard_normal((G, 2, N), np.float32)
+    with tuning.override({"decode_gated": config}):
+        product = jax.jit(
+            lambda x, w, sizes, bias: mosaic_entry.gated(x, w, sizes, gate, bias=bias, out_dtype=jnp.bfloat16)
+        )
+        for spread in ("edges", "tail"):
+            sizes = sizes_of(spread, m, rng)
+            total, owner = sizes.sum(), np.repeat(np.arange(G), sizes)
+            poison(m, N)
+            y = product(x, w, jnp.asarray(sizes), bias)
+            halves = [jnp.asarray(exact(x, plain[:, i], sizes)[:total] + bias[owner, i]) for i in (0, 1)]
+            assert relative(y[:total], gated_product(*halves, gate)) < 4e-3, spread
+            assert not np.any(np.asarray(y[total:], np.float32)), spread
