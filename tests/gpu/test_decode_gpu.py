@@ -1,10 +1,14 @@
 """The kernels of a decode step of one token, against XLA on a GPU."""
 
+import pathlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe.config import QuantConfig
 from pallas_kernels import decode
 from pallas_kernels.decode import reference
 from pallas_kernels.route import Rule
@@ -120,3 +124,41 @@ def test_a_cache_is_updated_in_place_in_a_loop(rng):
     assert error(kernel[0], xla[0]) < 0.05
     for mine, theirs in zip(kernel[1], xla[1], strict=True):
         assert error(mine, theirs) < 0.05 and not np.asarray(mine[:, :, 200:]).any()
+
+
+@pytest.mark.parametrize("weights", [None, "nvfp4"])
+def test_a_step_of_one_sequence_is_the_models(weights):
+    """The median of a dozen sequences: where two experts are nearly tied, a rounding can choose the other one."""
+    sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+    import one_token
+    import qwen3_moe
+    from random_checkpoint import QWEN3_30B_A3B
+
+    hf = QWEN3_30B_A3B | {"num_hidden_layers": 2, "num_experts": 32, "vocab_size": 4096}
+    with jax.numpy_dtype_promotion("standard"):
+        config = qwen3_moe.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
+        model = qwen3_moe.random_model(config, key=jax.random.key(0))
+        assert one_token.why_not(model, 1) is None and one_token.direct(model.layers[0].mlp, draw_row()) == (
+            not weights
+        )
+        ids = jax.random.randint(jax.random.key(1), (12, 40), 0, 4096, jnp.int32)
+        _, cache = qwen3_moe.prefill(model, ids, jnp.ones(ids.shape, bool), size=44, side="right")
+        token, valid = ids[:, :1], jnp.ones((12, 1), bool)
+        few, general = jax.jit(one_token.read), jax.jit(model_step)
+        expected = general(model, token, valid, cache)
+        errors = []
+        for i in range(12):
+            part = jax.tree.map(lambda a, i=i: a[i : i + 1] if a.ndim else a, cache)
+            logits, written = few(model, token[i : i + 1], valid[i : i + 1], part)
+            errors.append(error(logits[0], expected[i]))
+            assert int(written.used) == 41 and bool(written.valid[0, 40])
+    assert np.median(errors) < 0.03, errors
+
+
+def draw_row():
+    return jnp.zeros((1, 2048), jnp.bfloat16)
+
+
+def model_step(model, ids, valid, cache):
+    hidden, _, _ = model.hidden(ids, valid=valid, cache=cache)
+    return model.logits(hidden[:, 0])
