@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe.bench import profile, quantize_peers
 from jmoe.bench import quantize as bench
-from jmoe.bench import quantize_peers
 from jmoe.formats import quantize
 
 
@@ -69,3 +69,10 @@ def test_a_plain_peer_that_fails_is_named_and_costs_no_other_figure(monkeypatch)
     failed = by_name["quantise fp8_128"]
     assert failed.peer is None and failed.value and "not today" in failed.parameters["peers_that_failed"]["plain XLA"]
     assert by_name["quantise mxfp8"].peer
+
+
+def test_kernels_of_several_runs_are_told_apart_by_their_pauses():
+    ms = 1e6
+    events = [(0, "a", 1 * ms), (1.1 * ms, "b", 2 * ms), (9 * ms, "c", 1 * ms), (20 * ms, "d", 0.5 * ms)]
+    assert profile._grouped(events, 1.5 * ms, 3) == pytest.approx([3e-3, 1e-3, 5e-4])
+    assert profile._grouped(events, 1.5 * ms, 2) is None and profile._grouped([], ms, 1) is None

@@ -10,7 +10,8 @@ import dataclasses
 import re
 import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,35 @@ def totals(run: Callable[[], Any]) -> tuple[int, float, float] | None:
         return None
     span = events[-1][0] + events[-1][2] - events[0][0]
     return len(events), sum(e[2] for e in events) / 1e9, span / 1e9
+
+
+def busy_seconds(runs: Sequence[Callable[[], Any]], pause: float = 3e-3) -> list[float] | None:
+    """Seconds of the kernels of each of `runs`, warm already, on the first GPU, all in one record of the profiler.
+
+    The runs are `pause` seconds apart, which is how their kernels are told from each other. None without a GPU, without
+    records, or where they do not fall into as many groups.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for run in runs:
+                jax.block_until_ready(run())
+                time.sleep(pause)
+        files = list(Path(folder).rglob("*.xplane.pb"))
+        events = _device_events(files[0]) if files else []
+    return _grouped(events, pause * 1e9 / 2, len(runs))
+
+
+def _grouped(events: Sequence[tuple[float, str, float]], gap: float, count: int) -> list[float] | None:
+    """Sum of the durations, in seconds, of each of `count` groups of events that pauses above `gap` ns separate."""
+    sums, end = [], -float("inf")
+    for start, _, duration in events:
+        if start - end > gap:
+            sums.append(0.0)
+        sums[-1] += duration / 1e9
+        end = max(end, start + duration)
+    return sums if len(sums) == count else None
 
 
 def _device_events(path: Path) -> list[tuple[float, str, float]]:

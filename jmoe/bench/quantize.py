@@ -41,7 +41,7 @@ from .common import (
     time_chain,
 )
 from .plot import bars
-from .profile import totals
+from .profile import busy_seconds
 from .quantize_peers import TorchPeers, plain_xla, plain_xla_inverse
 
 SHAPES = ((16384, 7168), (8192, 4096), (128, 7168))
@@ -98,11 +98,6 @@ class Program:
             times.append((time.perf_counter() - start) / (calls * len(sets)))
         return statistics.median(times), out
 
-    def kernel_seconds(self, sets: list[Any]) -> float | None:
-        """Seconds of the kernels of f(one set), from the profiler; None without it or for few rows."""
-        found = None if self.few else totals(lambda: self.run(sets))
-        return found and found[1] / len(sets)
-
 
 def elementwise(x: jax.Array) -> jax.Array:
     """A pass that reads and writes every byte of x once."""
@@ -149,35 +144,51 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
             check.result()
     torch.wait()
     progress.start(len(programs))
-    copy, records, passes, kernels = copy_bandwidth(), [], {}, {}
+    copy, records, passes = copy_bandwidth(), [], {}
+    kernels: dict[tuple, float] = {}
     quantised: dict[tuple[str, tuple[int, int]], list[QTensor]] = {}
     taken: dict[tuple, float] = {}
-    for key, program in programs.items():
-        kind, name, shape, how = key
-        progress.step(f"{kind} {name} {shape[0]}x{shape[1]}, {how}")
-        own = sets[shape] if kind != "dequantise" else quantised[name, shape]
-        if how != PLAIN:
-            taken[key], out = program.seconds(own)
-            kernels[key] = program.kernel_seconds(own)
-            if kind == "elementwise":
-                passes[shape] = 4 * shape[0] * shape[1] / taken[key] / 1e9
-            elif kind == "quantise" and name in DEQUANTISED:
-                quantised[name, shape] = out
-            continue
-        peers, failed = {}, {}
-        try:
-            peers[PLAIN], _ = program.seconds(own)
-        except Exception as e:  # of the peer: the others' figures are still worth having
-            failed[PLAIN] = f"{type(e).__name__}: {str(e)[:200]}"
-        if kind == "quantise" and not program.few:
-            peers |= torch.seconds.get((name, *shape), {})
-            failed |= torch.reasons
-        more = _kernel_time(kernels, kind, name, shape, max(sets, key=lambda s: s[0] * s[1]))
-        more["peers_that_failed"] = failed
-        record = _record(kind, name, shape, taken[kind, name, shape, OURS], peers, copy, passes, smoke, more)
-        records.append(record)
-        progress.record(record)
+    for shape in shapes:
+        about = {key: program for key, program in programs.items() if key[2] == shape}
+        operands: dict[tuple, list[Any]] = {key: sets[shape] for key in about}
+        for key, program in about.items():
+            kind, name, _, how = key
+            if kind == "dequantise":
+                operands[key] = quantised[name, shape]
+            if how != PLAIN:
+                progress.step(f"{kind} {name} {shape[0]}x{shape[1]}")
+                taken[key], out = program.seconds(operands[key])
+                if kind == "quantise" and name in DEQUANTISED:
+                    quantised[name, shape] = out
+        alone = [key for key, program in about.items() if key[3] != PLAIN and not program.few]
+        runs = [functools.partial(programs[key].run, operands[key]) for key in alone]
+        kernels |= zip(alone, (s / len(sets[shape]) for s in busy_seconds(runs) or []), strict=False)
+        passes[shape] = 4 * shape[0] * shape[1] / taken["elementwise", "", shape, "XLA"] / 1e9
+        for key, program in about.items():
+            if key[3] == PLAIN:
+                records.append(
+                    _against_peers(key, program, operands[key], taken, torch, (copy, passes, kernels), smoke)
+                )
+                progress.step(f"{records[-1].name} {records[-1].case}, peers")
+                progress.record(records[-1])
     return records
+
+
+def _against_peers(key, program: Program, own, taken, torch: TorchPeers, ceilings, smoke: bool) -> Record:
+    """The record of a format and shape, whose peers are timed or looked up here."""
+    kind, name, shape, _ = key
+    copy, passes, kernels = ceilings
+    peers, failed = {}, {}
+    try:
+        peers[PLAIN], _ = program.seconds(own)
+    except Exception as e:  # of the peer: the others' figures are still worth having
+        failed[PLAIN] = f"{type(e).__name__}: {str(e)[:200]}"
+    if kind == "quantise" and not program.few:
+        peers |= torch.seconds.get((name, *shape), {})
+        failed |= torch.reasons
+    more = _kernel_time(kernels, kind, name, shape, max(passes, key=lambda s: s[0] * s[1]))
+    more["peers_that_failed"] = failed
+    return _record(kind, name, shape, taken[kind, name, shape, OURS], peers, copy, passes, smoke, more)
 
 
 def _plan(sets: dict, smoke: bool) -> dict[tuple, tuple[Callable[[Any], Any], list[Any]]]:
@@ -241,7 +252,7 @@ def _record(kind, name, shape, seconds, peers, copy, passes, smoke: bool, more: 
 
 def _kernel_time(kernels, kind, name, shape, largest) -> dict[str, Any]:
     """Seconds of the kernel alone, and its bandwidth as a share of that of the largest elementwise pass's kernel."""
-    ours, passed = kernels[kind, name, shape, OURS], kernels["elementwise", "", largest, "XLA"]
+    ours, passed = kernels.get((kind, name, shape, OURS)), kernels.get(("elementwise", "", largest, "XLA"))
     if not ours or not passed:
         return {}
     share = moved_bytes(name, *shape) / ours / (4 * largest[0] * largest[1] / passed)

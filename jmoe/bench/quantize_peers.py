@@ -22,7 +22,7 @@ from jax import lax
 from jmoe.formats import FORMATS, QTensor
 
 TORCH_SETS, TORCH_CALLS = 8, 5
-TORCH_LIMIT = 40.0  # seconds for all of them
+TORCH_LIMIT = 36.0  # seconds for all of them
 MARK = "torch peer: "
 
 
