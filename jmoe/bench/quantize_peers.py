@@ -156,26 +156,35 @@ def _torchao_functions(torch: Any) -> dict[str, Any]:
 
 
 def _torch_time(torch: Any, run: Any, rows: int, columns: int) -> float:
-    """Median seconds of run(x) for x [rows, columns] bfloat16, many calls in one CUDA graph."""
+    """Median seconds of run(x) for x [rows, columns] bfloat16; many calls in one CUDA graph, if it can be captured."""
     sets = [torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) for _ in range(TORCH_SETS)]
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for x in sets[:2]:
             run(x)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = [run(x) for x in sets]
+    kept = []
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept.append([run(x) for x in sets])
+        once = graph.replay
+    except RuntimeError:
+
+        def once():
+            kept[:] = [[run(x) for x in sets]]
+
+        once()
     times = []
     for _ in range(TORCH_CALLS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        graph.replay()
+        once()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / len(sets))
-    del out, graph, sets
+    del kept, once, sets
     torch.cuda.empty_cache()
     return statistics.median(times)
 
