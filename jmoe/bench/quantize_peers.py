@@ -163,29 +163,28 @@ def _torch_time(torch: Any, run: Any, rows: int, columns: int) -> float:
         for x in sets[:2]:
             run(x)
     torch.cuda.synchronize()
-    kept = []
+
+    def once():
+        return [run(x) for x in sets]
+
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept.append([run(x) for x in sets])
-        once = graph.replay
+            results = once()
+        step = graph.replay  # while `results` holds what it writes to
     except RuntimeError:
-
-        def once():
-            kept[:] = [[run(x) for x in sets]]
-
-        once()
+        results = once()
+        step = once
     times = []
     for _ in range(TORCH_CALLS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        once()
+        step()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / len(sets))
-    del kept, once, sets
-    torch.cuda.empty_cache()
+    del results
     return statistics.median(times)
 
 
