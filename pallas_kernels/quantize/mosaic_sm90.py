@@ -4,21 +4,21 @@ M rows, K values of a row, V values of a thread ("unit"), B block size, C block 
 
 The data streams through registers: no shared memory, no TMA. Units of neighbouring columns go to neighbouring threads,
 so a warp reads and writes whole runs of memory; several units per thread keep enough bytes in flight. Formats whose
-scales follow from one block use a flat grid over all units (`_blocks`, 4-over-6 `_stream`); per-token NVFP4 gives a row to a warp or to a
-block of threads, keeps the row's packed values in registers, takes the maximum over the row and quantises from the
-registers (`_rows`), so that the input is read once; 4-over-6 has too much code for that and reads its row again, from
-the cache.
+scales follow from one block use a flat grid over all units (`_blocks`; `_stream` for much data in 4-over-6); per-token
+NVFP4 gives a row to a warp or to a block of threads, keeps the row's packed values in registers, takes the maximum over
+the row and quantises from the registers (`_rows`), so that the input is read once; 4-over-6 has too much code for that
+and reads its row again, from the cache.
 
 Why Mosaic and not Triton: Pallas' Triton backend is deprecated from JAX 0.11 on; a plain kernel in it reached 3500 GB/s
-for MXFP8, this one 3900. On an H200 that copies 3983 GB/s, as a share of that, in one run:
+for MXFP8, this one 3900. On an H200 that copies 3983 GB/s, as a share of that:
 
 16384 x 7168 bfloat16: MXFP8 and FP8 128 0.98-0.99, MXFP4 0.98, NVFP4 0.95, NVFP4 per token 0.96, 4-over-6 0.72 and per
-token 0.66, dequantising 0.91-0.94; 2.1 to 3.5 times plain XLA. 8192 x 4096: 0.86-0.90, NVFP4 0.77, 4-over-6 0.57 and per
-token 0.55, dequantising 0.81-0.86. 128 rows: one kernel, 4 to 7 us in a chain.
+token 0.66, dequantising 0.91-0.94; 2.1 to 3.5 times plain XLA. 8192 x 4096: 0.86-0.90, NVFP4 0.77, 4-over-6 0.57 and
+per token 0.55, dequantising 0.81-0.86. 128 rows: one kernel, 4 to 7 us in a chain.
 
 At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
-instructions for a value and 4-over-6 21, and that is its limit: 85 % of all issue slots are taken while it runs (Nsight
-Compute), with 8 warps to a scheduler or with 5, and whether or not the next unit is on its way in time.
+instructions for a value and 4-over-6 21. That is what limits it: 84 % of the issue slots of busy multiprocessors are
+taken (Nsight Compute; the arithmetic units are at 59 % at most), and loading the next unit early gained 3 %.
 """
 
 from __future__ import annotations
