@@ -56,7 +56,7 @@ def test_a_draft_changes_nothing_but_the_number_of_calls():
     tokens, plain, calls = speculative.run(stacked, draft, ids, steps=12, window=2)
     np.testing.assert_array_equal(tokens, plain)
     assert calls == 1 + -(-11 // 3)  # the prompt settles one token, every call three more
-    worse = jax.tree.map(lambda a: jnp.roll(a, 1, 0) if a.shape == draft.lm_head.kernel.shape else a, draft)
+    worse = jax.tree.map(lambda a: jnp.roll(a, 1, 0) if a.shape == draft.lm_head.weight.shape else a, draft)
     tokens, plain, calls = speculative.run(stacked, worse, ids, steps=12, window=2)
     np.testing.assert_array_equal(tokens, plain)
     assert 5 < calls <= 12
