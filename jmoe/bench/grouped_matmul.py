@@ -38,14 +38,14 @@ from .common import NoProgress, Progress, Record, copy_bandwidth, wanted
 _SHARED = {"cluster": 2, "share": "weights"}
 CANDIDATES = {
     "prefill": [
-        {**tile, "lead": lead, "prefetch": prefetch}
+        {**tile, "lead": lead}
         for tile in (
             {"block_n": 192},
             _SHARED,
             {**_SHARED, "slab": 144, "out_slots": 1},
             {"block_m": 256, "block_n": 128, "cluster": 2},
         )
-        for lead, prefetch in ((2, 0), (1, 2))
+        for lead in (0, 2)
     ],
     "decode": [
         {"block_t": t, "consumers": c, "chunks": k, "stages": s, "per_sm": p}

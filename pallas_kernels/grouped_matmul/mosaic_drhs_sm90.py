@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_sm90 import BOX, CONSUMERS, SWIZZLE, compiler_params, drain, num_sms, swizzled
-from .mosaic_tiles import where_inside
+from .mosaic_tiles import stores_under_way, where_inside
 
 _STEP = 64
 
@@ -139,8 +139,8 @@ def _body(starts, ends, dy, x, out, a_smem, b_smem, out_smem, full, empty, maske
             for chunk, at in enumerate(range(0, c.block_k, chunk_k)):
 
                 @where_inside(col_k + at, k, c.block_k)
-                def _(slot=chunk % c.out_slots, at=at):
-                    plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+                def _(chunk=chunk, slot=chunk % c.out_slots, at=at):
+                    plgpu.wait_smem_to_gmem(stores_under_way(chunk, c.out_slots, k, c.block_k), wait_read_only=True)
                     out_smem.at[wg, slot][...] = value[:, at : at + chunk_k]
                     plgpu.commit_smem()
                     window = out.at[group, pl.ds(row_n + wg * BOX, BOX), pl.ds(col_k + at, chunk_k)]

@@ -38,6 +38,7 @@ from .mosaic_tiles import (
     shares,
     store_box,
     store_rows,
+    stores_under_way,
     table_bytes,
     tables,
     tiles_of,
@@ -280,8 +281,8 @@ def _body(
                     views = [view.at[wg, slot] for view in (out_write, out_box, out_row)]
 
                     @where_inside(column, n, _TILE_N)
-                    def _(part=part, row=row, where=where, views=views):
-                        plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+                    def _(chunk=chunk, part=part, row=row, where=where, views=views):
+                        plgpu.wait_smem_to_gmem(stores_under_way(chunk, c.out_slots, n, _TILE_N), wait_read_only=True)
                         if boxes > 1:
                             store_box(part, row, *where, *views[:2])
                         else:

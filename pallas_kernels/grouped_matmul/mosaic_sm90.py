@@ -35,6 +35,7 @@ from .mosaic_tiles import (
     store_box,
     store_rows,
     store_slab,
+    stores_under_way,
     table_bytes,
     tables,
     tiles_of,
@@ -62,10 +63,9 @@ class Config:
     what they load through TMA multicast. share: what that is, always "rows", by blocks adjacent along N, or where a
     group has rows for two blocks "weights" (of a cluster of two). band: columns of tiles walked together before moving
     along N (0: all), which decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins
-    before the other, so that one stores while the other multiplies; less than stages. prefetch: steps for which
-    weights are called into the L2 cache at a time, as many steps ahead of the copies; up to 4, 0 for none. slab: with
-    shared weights, the most rows of a group beyond whole pairs of blocks that make one tile of both (see tiles.py), on
-    the matrix unit's N side; 0: block_m, as boxes.
+    before the other, so that one stores while the other multiplies; less than stages. slab: with shared weights,
+    the most rows of a group beyond whole pairs of blocks that make one tile of both (see tiles.py), on the matrix
+    unit's N side; 0: block_m, as boxes.
     """
 
     block_n: int = 256
@@ -77,7 +77,6 @@ class Config:
     block_m: int = 128
     out_slots: int = 2
     lead: int = 0
-    prefetch: int = 0
     slab: int = 0
     num_blocks: int | None = None
 
@@ -93,8 +92,6 @@ class Config:
             raise ValueError(f"block_k={self.block_k}: a row of one stage is one 128-byte swizzle; use 64.")
         if not 0 <= self.lead <= self.stages:
             raise ValueError(f"lead={self.lead}: choose 0 to {self.stages}, the stages; none gets further alone.")
-        if not 0 <= self.prefetch * self.block_k <= 256:
-            raise ValueError(f"prefetch={self.prefetch}: choose 0 to 4.")
         fits = self.slab % SLAB_STEP == 0 and self.block_m <= self.slab < 3 * BOX
         if self.slab and (not fits or (self.share, self.block_n) != ("weights", 256)):
             raise ValueError(
@@ -212,21 +209,6 @@ def arrive(barrier, *, cluster: int, interpret: bool):
     plgpu.barrier_arrive(barrier)
 
 
-def prefetch(windows, tile, following, step, width: int, k_steps: int, due):
-    """Calls a part of the weights of `width` steps into the L2 cache, all parts in as many steps, that much ahead.
-
-    Wide windows are long runs of a weight's rows, which memory serves better than the copies' 128 bytes; parts, because
-    the copies wait while one is fetched. windows(weight, n_tile, first step, part): slices of the weights. Past this
-    tile's last window comes the next tile.
-    """
-    index = lax.div(step, width) + 1
-    here = index < pl.cdiv(k_steps, width)
-    weight, n_tile = (jnp.where(here, tile[i], following[i]) for i in (0, -1))
-    part = lax.rem(step, width)
-    for window in windows(jnp.maximum(weight, 0), n_tile, jnp.where(here, index * width, 0), part):
-        plgpu.async_prefetch(window, predicate=(weight >= 0) & due)  # pyright: ignore[reportCallIssue]
-
-
 def follow(wg, ahead):
     """Has the second multiplying warpgroup wait for `lead_on` of the first."""
     pl.when(wg == 1)(lambda: plgpu.barrier_wait(ahead))
@@ -308,20 +290,14 @@ def _body(
         plgpu.set_max_registers(48, action="decrease")
         my_tiles, tile_at = tiles_here()
 
-        def weights(weight, n_tile, j, steps=1, piece=None):
-            """Slices of the weights for `steps` steps, or the piece-th of as many pieces of them."""
-            start, count = n_tile * tile_n, tile_n
+        def weights(weight, n_tile, ks):
+            columns = pl.ds(n_tile * tile_n, tile_n)
             if transposed:
-                j, steps = (j, steps) if piece is None else (j + piece, 1)
-                return [w.at[weight, pl.ds(j * c.block_k, steps * c.block_k), pl.ds(start, count)]]
-            if piece is not None:
-                start, count = start + piece * (tile_n // steps), tile_n // steps
-            ks, columns = pl.ds(j * c.block_k, steps * c.block_k), pl.ds(start, count)
+                return [w.at[weight, ks, columns]]
             return [w.at[weight, part, columns, ks] for part in range(parts)] if gate else [w.at[weight, columns, ks]]
 
-        def per_tile(i, tile, step):
+        def per_tile(tile, step):
             weight, first, last, boxes, _, slab_rows, paired, n_tile = tile
-            following = tile_at(i + 1)
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -355,7 +331,7 @@ def _body(
                     load_weights(weights_shared)
 
                 def load_weights(weights_shared: Any):
-                    for part, window in enumerate(weights(weight, n_tile, j)):
+                    for part, window in enumerate(weights(weight, n_tile, ks)):
                         target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)] if gate else b_smem.at[slot]
                         plgpu.copy_gmem_to_smem(window, target, full.at[slot], **weights_shared)
 
@@ -370,18 +346,11 @@ def _body(
                             load_weights({})
                 else:
                     load(together, {})
-                if c.prefetch and not interpret:
-                    windows = functools.partial(weights, steps=c.prefetch)
-                    due = jnp.bool_(True)
-                    if c.share == "weights":  # two blocks fetch one half each
-                        due = jnp.logical_not(paired) | (lax.rem(j, 2) == lax.axis_index("cluster"))
-                    prefetch(lambda *at: windows(*at[:3], piece=at[3]), tile, following, j, c.prefetch, k_steps, due)
                 return step + 1
 
-            return following, lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
+            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
 
-        _, steps = lax.fori_loop(0, my_tiles, lambda i, carry: per_tile(i, *carry), (tile_at(0), jnp.int32(0)))
-        drain(steps, c.stages, empty)
+        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
@@ -435,7 +404,7 @@ def _body(
 
         def out_views(chunk):
             """Where the chunk-th piece of a tile is put for the store, once what was there before is read."""
-            plgpu.wait_smem_to_gmem(c.out_slots - 1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(stores_under_way(chunk, c.out_slots, n, tile_n), wait_read_only=True)
             return [view.at[wg, chunk % c.out_slots] for view in (out_write, out_box, out_row)]
 
         def tile_of(boxes, tile, step, steps):

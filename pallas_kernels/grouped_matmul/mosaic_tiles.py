@@ -93,6 +93,15 @@ def where_inside(column, size: int, tile: int):
     return pl.when(column < size) if size % tile else lambda store: store()
 
 
+def stores_under_way(chunk: int, out_slots: int, size: int, tile: int) -> int:
+    """How many stores may be under way when the slot of a tile's chunk-th is overwritten; slots take turns.
+
+    Zero for the first, because the last tile may have ended with the same slot, and where `where_inside` leaves stores
+    out.
+    """
+    return 0 if size % tile else min(chunk, out_slots - 1)
+
+
 def store_box(value, first_row, columns, out_gmem, write_view, box_view):
     """Stores value [64, C] at out[first_row:, columns]."""
     write_view[...] = value
@@ -107,7 +116,7 @@ def store_rows(value, first_row, rows, columns, out_gmem, write_view, box_view, 
     def _():
         store_box(value, first_row, columns, out_gmem, write_view, box_view)
 
-    @pl.when(rows < BOX)
+    @pl.when((rows < BOX) & (rows > 0))
     def _():
         row_view[...] = value
         plgpu.commit_smem()

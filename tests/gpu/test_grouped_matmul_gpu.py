@@ -83,10 +83,10 @@ TILES = [
     {},
     {"cluster": 2},
     {"block_n": 192, "lead": 2},
-    {"block_m": 256, "block_n": 128, "prefetch": 4},
+    {"block_m": 256, "block_n": 128},
     {"block_m": 256, "block_n": 128, "cluster": 2, "lead": 2},
     {"cluster": 2, "share": "weights"},
-    {"cluster": 2, "share": "weights", "lead": 2, "prefetch": 4},
+    {"cluster": 2, "share": "weights", "lead": 2},
     {"cluster": 2, "share": "weights", "lead": 2, "slab": 128},
     {"cluster": 2, "share": "weights", "lead": 2, "slab": 144, "out_slots": 1},
 ]
