@@ -108,6 +108,8 @@ def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path):
     mine = tuning.read_rules(path)
     assert tuning.lookup("decode", weights="nvfp4", rows=4, n=3072, k=4096, extra=mine) == {"block_t": 24}
     assert tuning.lookup("decode", weights="nvfp4", rows=4, n=64, k=4096, extra=mine)["block_t"] == 8
+    assert tuning.lookup("prefill", weights="bfloat16", rows=256, n=2048, k=768)["slab"] == 128
+    assert tuning.lookup("prefill", weights="bfloat16", rows=256, n=2048, k=4096)["slab"] == 144
     path.write_text('{"rules": [{"kernel": "decode", "block_t": 24}]}')
     with pytest.raises(ValueError, match="rule 0 has the keys"):
         tuning.read_rules(path)

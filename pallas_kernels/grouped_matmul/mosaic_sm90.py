@@ -111,7 +111,7 @@ class Config:
         """
         c = self
         if wasteful(self.cluster, tiles):
-            c = dataclasses.replace(c, cluster=1, share="rows", slab=0)
+            c = dataclasses.replace(c, cluster=1, share="rows", slab=0, out_slots=2)
         if jnp.dtype(out_dtype).itemsize > 2:
             c = dataclasses.replace(c, slab=0)
         fits = c.smem_bytes() + table_bytes(groups) <= SMEM_BYTES

@@ -1,9 +1,9 @@
 """Which configuration a kernel runs with: a table that ships, rows of a user's own table before it.
 
-A rule holds for one kernel and weight format, up to a number of rows per occupied group and, where given, only for
-certain N or K, or up to a number of weight rows (N of every group that can have rows): few of them need finer tiles to
-reach all multiprocessors. The first rule that fits decides; nothing is measured here or at trace time. `jmoe bench
-grouped-matmul --tune` writes a file of the same form.
+A rule holds for one kernel and weight format, up to a number of rows per occupied group and, where given, only for a
+certain N or K, up to some K, or up to a number of weight rows (N of every group that can have rows): few of them need
+finer tiles to reach all multiprocessors. The first rule that fits decides; nothing is measured here or at trace time.
+`jmoe bench grouped-matmul --tune` writes a file of the same form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 #: A user's own rules, read once when the first configuration is chosen.
 USER_FILE = Path("~/.config/jmoe/grouped_matmul_sm90.json").expanduser()
 _SHIPPED = Path(__file__).with_name("tuning_sm90.json")
-_FIELDS = {"kernel", "weights", "max_rows", "max_weight_rows", "n", "k", "config"}
+_FIELDS = {"kernel", "weights", "max_rows", "max_weight_rows", "n", "k", "max_k", "config"}
 
 
 def read_rules(path: str | Path) -> tuple[Mapping[str, Any], ...]:
@@ -87,6 +87,7 @@ def lookup(
             continue
         if "max_weight_rows" in rule and (weight_rows is None or weight_rows > rule["max_weight_rows"]):
             continue
-        if rows <= rule.get("max_rows", rows) and rule.get("n", n) == n and rule.get("k", k) == k:
+        fits = rows <= rule.get("max_rows", rows) and rule.get("n", n) == n
+        if fits and rule.get("k", k) == k and k <= rule.get("max_k", k):
             return dict(rule["config"])
     return {}
