@@ -159,7 +159,8 @@ def figure_row(r: Record, records: Sequence[Record]) -> list[str]:
     times = "" if r.against_peer is None else f"{r.against_peer:.2f} x"
     error = "" if r.error is None else f"{r.error:.1e}"
     each = "" if r.seconds is None else duration(r.seconds)
-    return [r.name, r.case, f"{number(r.value)} {r.unit}", each, share, others, times, error]
+    value = "-" if r.value is None else f"{number(r.value)} {r.unit}"
+    return [r.name, r.case, value, each, share, others, times, error]
 
 
 FIGURE_HEAD = ("what", "shape", "jmoe", "time", "share of the ceiling", "peers", "against the best", "error")

@@ -60,9 +60,10 @@ def test_the_table_says_from_which_number_of_tokens_a_wire_is_faster():
     plain, mxfp8, nvfp4 = (w.name for w in layer.WIRES[:3])
     records = [figure(plain, t, 1.0) for t in (1, 2, 3)]
     records += [figure(mxfp8, 1, 0.9), figure(mxfp8, 2, 1.1), figure(mxfp8, 3, 0.8), figure(nvfp4, 3, 1.5)]
-    first, second = layer.crossovers(records)
-    assert first.name == f"{mxfp8} faster from" and first.value == 3 and second.value is None
-    assert first.parameters["times_as_fast"] == {"1": 1.111, "2": 0.909, "3": 1.25}
+    table = {(r.name, r.case): r.value for r in layer.wires_compared(records)}
+    assert table[f"{mxfp8} faster from", "tiny R=2"] == 3 and table[f"{nvfp4} faster from", "tiny R=2"] is None
+    assert table[f"{mxfp8} against BF16", "tiny T=1 R=2"] == pytest.approx(1 / 0.9)
+    assert table[f"{nvfp4} against BF16", "tiny T=3 R=2"] == pytest.approx(1 / 1.5) and len(table) == 6
 
 
 def test_touched_experts_are_those_of_random_routing(rng):

@@ -143,7 +143,7 @@ def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] 
             for name, times in peers.items()
             for t, seconds in times.items()
         ]
-        more += crossovers(found)
+        more += wires_compared(found)
         for r in more:
             progress.record(r)
         records += found + more
@@ -187,39 +187,33 @@ def _programs(
     return [c for _, c in made if c.compiled], [p for _, p in plain if p.compiled], eager
 
 
-def crossovers(records: Sequence[Record]) -> list[Record]:
-    """From how many tokens on each rank a quantised wire makes the layer faster than a BF16 wire does: one row a wire.
+def wires_compared(records: Sequence[Record]) -> list[Record]:
+    """How many times as fast as with a BF16 wire the layer is with each quantised one, and from how many tokens on.
 
-    records: of one shape. value: the least T measured from which on it is faster at every T, None if it is not at the
-    largest. parameters: times as fast, by T.
+    records: of one shape. Of each wire, one record in "x" for each number of tokens on a rank, and one in "tokens": the
+    least from which on it is faster wherever both were measured, None if it is not so with the most.
     """
-    plain, *quantised_wires = WIRES
-    ranked = [r for r in records if r.parameters["R"] > 1]
-    seconds = {(r.name, r.parameters["T"]): r.seconds for r in ranked if r.seconds is not None}
+    plain, *quantised_wires = (wire.name for wire in WIRES)
+    figures = {(r.name, r.parameters["T"]): r for r in records if r.parameters["R"] > 1}
     out = []
     for wire in quantised_wires:
-        shared = sorted(t for name, t in seconds if name == wire.name and (plain.name, t) in seconds)
-        if not shared:
-            continue
-        times = {t: seconds[plain.name, t] / seconds[wire.name, t] for t in shared}
-        first = None
-        for t in reversed(shared):
-            if times[t] <= 1:
-                break
-            first = t
-        like = next(r for r in records if r.name == wire.name)
-        parameters = {k: like.parameters[k] for k in ("shape", "D", "F", "E", "K", "R")}
-        out.append(
-            Record(
-                name=f"{wire.name} faster from",
-                case=f"{like.parameters['shape']} R={like.parameters['R']}",
-                value=first,
-                unit="tokens",
-                lower_is_better=True,
-                meaningful=like.meaningful,
-                parameters={**parameters, "times_as_fast": {str(t): round(s, 3) for t, s in times.items()}},
+        times = {}
+        for t in sorted(t for name, t in figures if name == wire and (plain, t) in figures):
+            mine, base = figures[wire, t], figures[plain, t]
+            assert mine.seconds and base.seconds
+            times[t] = base.seconds / mine.seconds
+            how: Any = dict(
+                meaningful=mine.meaningful,
+                parameters={k: mine.parameters[k] for k in ("shape", "D", "F", "E", "K", "R")},
             )
-        )
+            out.append(Record(f"{wire} against BF16", mine.case, times[t], "x", **how))
+        if times:
+            slower = max((t for t, x in times.items() if x <= 1), default=0)
+            shape, ranks = mine.parameters["shape"], mine.parameters["R"]
+            first = min((t for t in times if t > slower), default=None)
+            out.append(
+                Record(f"{wire} faster from", f"{shape} R={ranks}", first, "tokens", lower_is_better=True, **how)
+            )
     return out
 
 
