@@ -284,3 +284,18 @@ def test_rows_that_nobody_reads_need_not_be_written(rng, fmt, m):
     whole, part = (run("forward", zero_tail=zero_tail)(x, w, jnp.asarray(sizes)) for zero_tail in (True, False))
     total = int(sizes.sum())
     np.testing.assert_array_equal(np.asarray(part[:total], np.float32), np.asarray(whole[:total], np.float32))
+
+
+def test_tuning_writes_the_faster_candidate_and_it_is_used(rng, monkeypatch, tmp_path):
+    from jmoe.bench import grouped_matmul as bench
+
+    monkeypatch.setattr(tuning, "USER_FILE", tmp_path / "user.json")
+    monkeypatch.setattr(bench, "LOAD", 0.02)
+    narrow, wide, too_large = {"block_n": 64}, {"cluster": 2, "share": "weights", "lead": 2}, {"stages": 8}
+    monkeypatch.setattr(bench, "CANDIDATES", {"prefill": [narrow, wide, too_large]})
+    (record,) = bench.tune(shapes=[bench.Shape(8192, 1024, 1024, 8)], formats=["bf16"])
+    assert record.meaningful and record.error < 4e-3
+    (rule,) = tuning.read_rules(tuning.USER_FILE)
+    assert rule["config"] == wide  # tiles of 64 columns load the rows four times as often
+    assert tuning.lookup("prefill", weights="bfloat16", rows=1024, n=1024, k=1024) == wide
+    tuning._rules.cache_clear()
