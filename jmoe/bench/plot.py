@@ -41,22 +41,16 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
         raise ValueError("There is nothing to plot: no record has a value.")
     groups = [[r for r in records if r.unit == u] for u in units]
     height = sum(0.45 * len(g) + 1.0 for g in groups) + 0.8
-    fig, axes = plt.subplots(
-        len(units), 1, figsize=(10, height), squeeze=False, height_ratios=[0.45 * len(g) + 1.0 for g in groups]
-    )
+    ratios = [0.45 * len(g) + 1.0 for g in groups]
+    shape = dict(figsize=(10, height), squeeze=False, height_ratios=ratios, layout="constrained")
+    fig, axes = plt.subplots(len(units), 1, **shape)
     for ax, unit, group in zip(axes[:, 0], units, groups, strict=True):
         ys = range(len(group))
         ax.barh(ys, [r.value for r in group], height=0.5, color=COLOURS[0], label="jmoe")
-        peers = [(y, r.peer) for y, r in zip(ys, group, strict=True) if r.peer is not None]
-        if peers:
-            names = dict.fromkeys(r.peer_name for r in group if r.peer is not None)
-            ax.barh(
-                [y + 0.36 for y, _ in peers],
-                [p for _, p in peers],
-                height=0.2,
-                color=COLOURS[1],
-                label=", ".join(names),
-            )
+        names = dict.fromkeys(r.peer_name for r in group if r.peer is not None)
+        for colour, name in zip(COLOURS[1:], names, strict=False):
+            peers = [(y + 0.36, r.peer) for y, r in zip(ys, group, strict=True) if r.peer and r.peer_name == name]
+            ax.barh([y for y, _ in peers], [p for _, p in peers], height=0.2, color=colour, label=name)
         ceilings = [(y, r.ceiling) for y, r in zip(ys, group, strict=True) if r.ceiling is not None and r.meaningful]
         if ceilings:
             names = dict.fromkeys(r.ceiling_name for r in group if r.ceiling is not None)
@@ -75,9 +69,8 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
         ax.margins(x=0.12, y=0.01)
         ax.grid(axis="x", alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.0 + 0.35 / (0.45 * len(group) + 0.3)), ncols=3)
+        ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     fig.suptitle(_title(records, title), fontsize=11)
-    fig.tight_layout()
     _save(plt, fig, path)
 
 
