@@ -144,7 +144,7 @@ def test_the_text_says_why_others_refuse_and_what_they_would_gain():
     assert "its block-scaled matrix units would idle" in plain
     assert "QuantConfig(wire='mxfp8') would make the rows 1.93 x smaller" in plain and "It pays here" in plain
     small = " ".join(str(explained(tokens=64)).split())
-    assert "It does not pay here: break-even is about 25 MB" in small and "combine_wire" not in small
+    assert "It does not pay here: break-even is about 8 MB" in small and "combine_wire" not in small
     hosts = " ".join(str(explained(tokens=64, caps=dataclasses.replace(HOPPER, link="network"))).split())
     assert "It pays here: break-even is about 64 tokens" in hosts
     hosts = " ".join(str(explained(tokens=512, caps=dataclasses.replace(HOPPER, link="network"))).split())

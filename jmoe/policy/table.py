@@ -190,10 +190,11 @@ ALLGATHER_RANKS = 2
 ALLGATHER_RANKS_MANY_EXPERTS = (4, 8)  # (R, K)
 
 # Unquantised experts: bytes of BF16 rows that leave a rank from which compressing the wire alone pays on NVLink.
-# Counted from what was measured on 2 x H200 (`measured.py`): MXFP8 saves 9 us of a dispatch of 1024 rows and 149 of one
-# of 8192, and dequantising what arrives at 0.9 of the copy speed costs 12 and 94. Only advice: it changes the numbers,
-# so the user has to ask for it.
-COMPRESSION_PAYS_BYTES = 25e6
+# Where a dispatch of MXFP8 rows takes no longer than one of BF16 rows (`measured.CURVES`: 600 rows of 7168, 2000 of
+# 2048). What arrives is dequantised on its way into expert order, at the speed of moving BF16 rows. Whole layers: 1.06
+# times as fast with 33 MB (8192 rows of 2048), 0.97 with 0.9 MB (64 of 7168). Only advice: it changes the numbers, so
+# the user has to ask for it.
+COMPRESSION_PAYS_BYTES = 8e6
 # The same across hosts, where links are several times slower: about 64 tokens for each rank (DeepEP, counted).
 COMPRESSION_PAYS_TOKENS_NETWORK = 64
 # MXFP8 combine: 0.94x at <= 64 tokens, 1.05x at 512, 1.13x at 1024 (FlashInfer, GB200 EP4, quantised in its kernel).
