@@ -115,6 +115,12 @@ def kernels(ranks, tokens=16):
             lambda x, tail, slot, counts: mosaic_push.push_apart((x, tail), slot, counts, **common),
             [((tokens, 2880), bf16), ((tokens, 64), u8), ((tokens, ranks), i32), ((ranks,), i32)],
         ),
+        "push_apart, batched": (
+            lambda x, tail, target, slot, counts: mosaic_push.push_apart(
+                (x, tail), slot, counts, target=target, **batched
+            ),
+            [((tokens, 2880), bf16), ((tokens, 64), u8), ((tokens, 4), i32), ((tokens, 4), i32), ((2 * ranks,), i32)],
+        ),
         "combine_rows_pushed": (
             functools.partial(mosaic_combine_push.combine_rows_pushed, **common),
             [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32), ((ranks,), i32)],
@@ -265,9 +271,10 @@ def test_only_the_combine_that_writes_needs_a_buffer_for_what_comes_back():
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "mxfp8"])
-def test_every_hook_of_an_engine_leads_to_the_same_dispatch(wire):
+@pytest.mark.parametrize("name", ["nvlink_one_sided", "low_latency"])
+def test_every_hook_of_an_engine_leads_to_the_same_dispatch(name, wire):
     """An engine that moves rows with the portable collectives, through each of its ways in."""
-    backend = get_backend("nvlink_one_sided")
+    backend = get_backend(name)
     layout = row_layout(64, wire, 2)
     make = functools.partial(
         exchange_for, backend, tokens=6, num_ranks=4, num_local=2, top_k=2, axis_name="ep", capacity_factor=0.75
@@ -277,7 +284,7 @@ def test_every_hook_of_an_engine_leads_to_the_same_dispatch(wire):
         return dataclasses.replace(exchange, engine=None)
 
     def push(rows, plan, exchange):
-        out = backend.send(rows, plan, portable(exchange))
+        out = backend.send(rows, plan, portable(exchange)).reshape(-1, rows.shape[1])
         counts = backend.exchange_counts(plan, portable(exchange))
         filled = received_valid(backend, counts, plan, portable(exchange))[:, None]
         return jnp.where(filled, out, jnp.ones((), out.dtype)), counts  # garbage where nothing arrived

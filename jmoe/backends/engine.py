@@ -131,17 +131,21 @@ def push_apart(
     """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`. The latter comes in words."""
     from pallas_kernels.all_to_all import mosaic_push
 
-    if plan.form == "batched" or x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
+    if x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
         return None
     assert isinstance(exchange.axis_name, str)
+    batched = plan.form == "batched"
     (data, rest), counts = mosaic_push.push_apart(
-        (x, from_bytes(tail, jnp.int32)),
+        (x, tail),
         plan.slot,
         plan.counts,
         axis_name=exchange.axis_name,
         capacity=exchange.capacity,
+        target=plan.target if batched else None,
+        num_ranks=exchange.num_ranks,
+        num_local=exchange.num_local if batched else 1,
     )
-    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1] // 4), counts
+    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1]), counts
 
 
 def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange) -> jax.Array:

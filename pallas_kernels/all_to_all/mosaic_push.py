@@ -64,19 +64,31 @@ def push_apart(
     *,
     axis_name: str,
     capacity: int,
+    target: jax.Array | None = None,
+    num_ranks: int | None = None,
+    num_local: int = 1,
     schedule: Schedule | None = None,
 ) -> tuple[list[jax.Array], jax.Array]:
     """`push_rows` of several arrays [T, W_i] at once: nobody has to join them before or to part them afterwards.
 
-    Each array's rows are of multiples of 16 bytes. Returns ([received [R, C, W_i] for each], counts int32 [R]).
+    Each array's rows are of multiples of 16 bytes. Returns ([received [R, C, W_i] for each], counts int32 [R]). Batched
+    form: target int32 [T, K] with slot [T, K], counts [R * E_loc], num_ranks R and num_local E_loc, and results as
+    `push_batched` gives them, for each array.
     """
-    num_ranks = slot.shape[1]
-    places = standard_places(axis_name, num_ranks, capacity)
-    total = num_ranks * capacity
+    if target is None:
+        num_ranks = slot.shape[1]
+        tables, places = (slot,), standard_places(axis_name, num_ranks, capacity)
+    else:
+        assert num_ranks is not None
+        tables, places = (target, slot), batched_places(axis_name, num_ranks, num_local, capacity)
+    total = num_ranks * num_local * capacity
     received, out_counts = _push(
-        tuple(pieces), (slot,), counts, places, axis_name, num_ranks, 1, total, "push_apart", schedule
+        tuple(pieces), tables, counts, places, axis_name, num_ranks, num_local, total, "push_apart", schedule
     )
-    return [out.reshape(num_ranks, capacity, -1) for out in received], out_counts
+    if target is None:
+        return [out.reshape(num_ranks, capacity, -1) for out in received], out_counts
+    out_counts = out_counts.reshape(num_ranks, num_local).T
+    return [out.reshape(num_local, num_ranks * capacity, -1) for out in received], out_counts
 
 
 def push_batched(
