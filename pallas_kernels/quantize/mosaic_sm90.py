@@ -10,11 +10,13 @@ the row and quantises from the registers (`_rows`), so that the input is read on
 and reads its row again, from the cache.
 
 Why Mosaic and not Triton: Pallas' Triton backend is deprecated from JAX 0.11 on; a plain kernel in it reached 3500 GB/s
-for MXFP8, this one 3900. On an H200 that copies 3983 GB/s, as a share of that:
+for MXFP8, this one 3900. On an H200 that copies 3990 GB/s, as a share of that (docs/figures/quantize.json):
 
-16384 x 7168 bfloat16: MXFP8 and FP8 128 0.98-0.99, MXFP4 0.98, NVFP4 0.95, NVFP4 per token 0.96, 4-over-6 0.72 and per
-token 0.66, dequantising 0.91-0.94; 2.1 to 3.5 times plain XLA. 8192 x 4096: 0.86-0.90, NVFP4 0.77, 4-over-6 0.57 and
-per token 0.55, dequantising 0.81-0.86. 128 rows: one kernel, 4 to 7 us in a chain.
+16384 x 7168 bfloat16: MXFP8 and FP8 128 0.98-0.99, MXFP4 0.97, NVFP4 0.93-0.95, NVFP4 per token 0.94-0.96, 4-over-6
+0.72 and per token 0.68, dequantising 0.92-0.94. 8192 x 4096, where 2 to 9 us between two kernels count: 0.81-0.90,
+MXFP4 0.68-0.86, NVFP4 0.76-0.83, 4-over-6 0.60 and per token 0.58, dequantising 0.80-0.85; the kernels alone move 3750
+to 4030 GB/s there, NVFP4 per token 3170, 4-over-6 2700 and per token 2530. 128 rows: one kernel, 3.4 to 5.9 us in a
+chain.
 
 At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
 instructions for a value and 4-over-6 21. That is what limits it: 84 % of the issue slots of busy multiprocessors are
@@ -470,8 +472,8 @@ def tuned(task: Task, *, decode: bool = False) -> Task:
 def _row_tuning(task: Task) -> Tuning:
     """For per-token scales."""
     if task.fmt.four_over_six:
-        # At most eight units for each thread, and as few idle places as may be. 8192 x 4096: 64 threads 0.55 of copy,
-        # 128 threads 0.44; 16384 x 7168: 0.66 and 0.62.
+        # At most eight units for each thread, and as few idle places as may be. 16384 x 7168: 64 threads 0.66 of copy,
+        # 128 threads 0.62, and in another way of timing 0.55 and 0.44 for 8192 x 4096.
         wide_enough = [n for n in (64, 32, 128, 256, 512) if task.units <= MAX_UNITS * n]
         threads = min(wide_enough, key=lambda n: pl.cdiv(task.units, n) * n)
         return Tuning(threads=max(threads, 128), row_threads=threads)
