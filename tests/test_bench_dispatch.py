@@ -37,7 +37,10 @@ def torch_says(monkeypatch):
 
 @pytest.mark.parametrize(
     "end, reason",
-    [("raise MemoryError('no more')", "MemoryError: no more"), ("import time; time.sleep(60)", "not done after 2 s")],
+    [
+        ("print('MemoryError: no more'); print('bye'); print(); sys.exit(1)", "MemoryError: no more"),
+        ("import time; time.sleep(60)", "not done after 2 s"),
+    ],
 )
 def test_a_peer_that_ends_early_leaves_what_it_measured_and_the_reason(torch_says, end, reason):
     found = torch_says(end)
@@ -47,11 +50,11 @@ def test_a_peer_that_ends_early_leaves_what_it_measured_and_the_reason(torch_say
         (NCCL, 1, 32): 1e-6,
         (NCCL, 1, 64): 1e-6,
     }
-    assert (NVSHMEM, 128, 64) in found.seconds and (NVSHMEM, 1, 64) not in found.seconds
+    assert (NVSHMEM, 1, 64) in found.seconds and (NVSHMEM, 128, 64) not in found.seconds
     assert found.reasons[NVSHMEM] == reason
     bench = dispatch.Bench(dispatch.Shape(64, 8, 2), dispatch.Timer(1, 1), meaningful=False)
-    records = dispatch.torch_records(dispatch.Tokens(bench, 1), found, {"bfloat16": 64, "mxfp8": 32, "fp8_128": 32})
-    assert [r.seconds for r in records] == [1e-6, 1e-6, 1e-6, None]
+    records = dispatch.torch_records(dispatch.Tokens(bench, 128), found, {"bfloat16": 64, "mxfp8": 32, "fp8_128": 32})
+    assert [r.seconds for r in records] == [128e-6, 128e-6, 128e-6, None]
     assert records[-1].value is None and f"not measured: {reason}" in records[-1].case
 
 

@@ -44,7 +44,7 @@ def torch_seconds(tokens: Sequence[int], row_bytes: Sequence[int], num_ranks: in
         return Found(asked, {}, dict.fromkeys(several, "PyTorch is not installed"))
     seconds, reasons = {}, {}
     for what in several:
-        sizes = [(t, n) for w, t, n in asked if w == what]
+        sizes = sorted((t, n) for w, t, n in asked if w == what)  # a size that does not fit ends the process: last
         found, reasons[what] = _measure(what, sizes, num_ranks)
         seconds |= {(what, *size): s for size, s in found.items()}
     return Found(asked, seconds, reasons)
@@ -71,9 +71,10 @@ def _measure(what: str, sizes: list[tuple[int, int]], num_ranks: int) -> tuple[d
         for process in running:
             process.kill()
             process.wait()
-        said = (Path(folder) / "0").read_text().splitlines()
+        said = [line for line in (Path(folder) / "0").read_text().splitlines() if line.strip()]
     found = [json.loads(line.removeprefix("seconds ")) for line in said if line.startswith("seconds ")]
-    reason = f"not done after {LIMIT_SECONDS[what]} s" if late else (said or ["it said nothing"])[-1][:120]
+    errors = [line for line in said if "Error" in line] or said or ["it said nothing"]
+    reason = f"not done after {LIMIT_SECONDS[what]} s" if late else errors[-1].strip()[:120]
     return {(t, n): s for t, n, s in found}, reason
 
 

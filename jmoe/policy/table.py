@@ -190,16 +190,16 @@ ALLGATHER_RANKS = 2
 ALLGATHER_RANKS_MANY_EXPERTS = (4, 8)  # (R, K)
 
 # Unquantised experts: bytes of BF16 rows that leave a rank from which compressing the wire alone pays on NVLink.
-# Where a dispatch of MXFP8 rows takes no longer than one of BF16 rows (`measured.CURVES`: 600 rows of 7168, 2000 of
-# 2048). What arrives is dequantised on its way into expert order, at the speed of moving BF16 rows. Whole layers: 1.06
-# times as fast with 33 MB (8192 rows of 2048), 0.97 with 0.9 MB (64 of 7168). Only advice: it changes the numbers, so
-# the user has to ask for it.
-COMPRESSION_PAYS_BYTES = 8e6
+# Where a dispatch of MXFP8 rows takes 4 us less than one of BF16 rows (`measured.CURVES`: 280 rows of 7168, 1000 of
+# 2048; up to 128 of 7168 they take the same). What arrives is dequantised on its way into expert order, at the speed of
+# moving BF16 rows. Whole layers: 1.06 times as fast with 33 MB (8192 rows of 2048), 1.02 with 117 MB (8192 of 7168),
+# 0.97 with 0.9 MB (64 of 7168). Only advice: it changes the numbers, so the user has to ask for it.
+COMPRESSION_PAYS_BYTES = 4e6
 # The same across hosts, where links are several times slower: about 64 tokens for each rank (DeepEP, counted).
 COMPRESSION_PAYS_TOKENS_NETWORK = 64
 # MXFP8 combine: 0.94x at <= 64 tokens, 1.05x at 512, 1.13x at 1024 (FlashInfer, GB200 EP4, quantised in its kernel).
-# Advised between hosts only: on one NVLink host the passes that quantise and decode the rows should take longer than
-# the link saves (counted; the whole BF16 combine of 8192 rows takes 370 us).
+# Advised between hosts only: on one NVLink host it takes three times as long as the BF16 combine, because its rows are
+# quantised and added up by XLA (`measured.QUANTISED_COMBINE`).
 QUANTISED_COMBINE_TOKENS = 512
 # One-sided remote writes against NCCL's all-to-all on 2 x H200: ahead at every size measured (`measured.AGAINST_NCCL`).
 ONE_SIDED_FROM_TOKENS = 0
