@@ -92,7 +92,7 @@ class QuantConfig:
         loss that nobody asked for; "fastest" lets unquantised activations travel as MXFP8 where that should be faster,
         by measurements, for the tokens and the machine at hand; "bfloat16" or a format's name overrides it.
         combine_wire: None sends expert outputs back in the layer's dtype; "mxfp8"
-        quantises them.
+        quantises them, for slow links: over NVLink that takes three times as long as not to.
     mx_alignment: pads the hidden size of MX payloads to a multiple of this (256 for TRT-LLM style consumers; 0: none).
     """
 
