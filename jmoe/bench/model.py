@@ -11,7 +11,8 @@ logits of a token that was read with the cache with those of reading everything 
 On several devices the experts are spread over them (and only that is measured): each attends for its share of the
 sequences, with attention weights of its own; a single sequence is attended to by all of them.
 
-All programs are lowered first, compiled side by side, and timed when that is done.
+Format by format, the programs are lowered, compiled side by side, and timed when that is done: a run that is cut short
+has the first formats whole.
 """
 
 from __future__ import annotations
@@ -393,7 +394,7 @@ def run(
 ) -> list[Record]:
     """Every format, on one device or spread over all that there are (or over `devices`). only: of those `wanted`."""
     progress = progress or NoProgress()
-    progress.start(len(WEIGHTS) + 2)
+    progress.start(len(WEIGHTS) + 1)
     module, hf = example()
     hf = hf | TINY if smoke else hf
     mesh, devices = None, jax.devices() if devices is None else devices
@@ -403,20 +404,14 @@ def run(
         (((1, 8), (4, 8)), 4, (2, 16)) if smoke else (DECODING, STEPS, (PROMPTS, PROMPT))
     )
     prompts *= 1 if mesh is None else mesh.size
-    progress.step("lowering and compiling")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        made, jobs = [], []
-        shapes: Any = dict(decoding=decoding, steps=steps, prompts=(prompts, length))
-        for fmt in formats(module, hf, **shapes, mesh=mesh, only=only, smoke=smoke):
-            made.append(fmt)
-            jobs += [pool.submit(p.compile) for p in fmt.programs]
-        for job in jobs:
-            job.result()
     progress.step("ceilings")
     limits = ceilings(smoke)
     records: list[Record] = []
-    for fmt in made:
+    shapes: Any = dict(decoding=decoding, steps=steps, prompts=(prompts, length))
+    for fmt in formats(module, hf, **shapes, mesh=mesh, only=only, smoke=smoke):
         progress.step(f"{fmt.name} weights")
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(lambda program: program.compile(), fmt.programs))
         for record in measure(module, fmt, limits, mesh=mesh, smoke=smoke):
             records.append(record)
             progress.record(record)
