@@ -172,7 +172,8 @@ class Case:
         at, layout, plan = self.at, self.layout, self.at.plan(self.backend, exchange)
 
         def dispatch(inputs, plan):
-            flight = start(*inputs, plan, backend=self.backend, exchange=exchange, layout=layout)
+            x, ids, weights = inputs
+            flight = start(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=layout)
             return flight.rows if flight.data is None else flight.data  # apart, one kernel writes both
 
         calls = at.calls(at.tokens * (at.bench.num_ranks - 1), layout.row_bytes)
@@ -184,8 +185,8 @@ class Case:
 
     def _receive(self, inputs, plan):
         """The rows that experts would give back if they gave back what they get, and the ids of what arrived."""
-        exchange = self.exchange(kernel=False)
-        got = dispatch_payload(*inputs, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+        exchange, (x, ids, weights) = self.exchange(kernel=False), inputs
+        got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
         assert isinstance(got.x, jax.Array)  # a float wire
         return jnp.where(jnp.any(got.ids >= 0, axis=1, keepdims=True), got.x, 0), got.ids
 
@@ -219,8 +220,9 @@ class Case:
     def _wrong_bytes(self, exchange: Exchange, inputs, plan):
         """How many of the received data's bytes are not those which their senders packed, and rows received."""
         me, num_local, batched = exchange.rank, exchange.num_local, self.backend.form == "batched"
-        got = dispatch_payload(*inputs, plan, backend=self.backend, exchange=exchange, layout=self.layout)
-        rows, _ = pack_rows(*inputs, self.layout, axis_name=AXIS)
+        x, ids, weights = inputs
+        got = dispatch_payload(x, ids, weights, plan, backend=self.backend, exchange=exchange, layout=self.layout)
+        rows, _ = pack_rows(x, ids, weights, self.layout, axis_name=AXIS)
         rows, token = lax.all_gather(rows, AXIS), lax.all_gather(plan.src_token, AXIS)  # [R, T, row], [R, S, C]
         if batched:
             token = lax.dynamic_slice_in_dim(token, me() * num_local, num_local, axis=1).swapaxes(0, 1)
