@@ -413,12 +413,14 @@ def run(
     else:
         bench = Bench(Shape(), Timer(), meaningful=True, only=only)
         wires, backends, slices = WIRES, MEASURED, (1, 32)
-    progress.start(2 * len(tokens) + 1)
-    progress.step("PyTorch")
+    progress.start(2 * len(tokens))
     lengths = {wire: row_layout(bench.shape.hidden, wire, bench.shape.top_k).row_bytes for wire in wires}
     names = [torch_name(what, wire) for what in dispatch_peers.LIMIT_SECONDS for wire in wires]
     skip = smoke or not any(bench.wants(name, t) for name in names for t in tokens)
-    torch = dispatch_peers.torch_seconds(tokens, sorted(set(lengths.values())), bench.num_ranks, skip=skip)
+    # While the first programs are lowered, which needs one core and no GPU.
+    torch = bench.pool.submit(
+        dispatch_peers.torch_seconds, tokens, sorted(set(lengths.values())), bench.num_ranks, skip=skip
+    )
     records = []
     for t in tokens:
         progress.step(f"T={t}: compiling")
@@ -428,11 +430,12 @@ def run(
         for n in slices:
             figures += ragged(at, n) if smoke or t in RAGGED_TOKENS else []
         bench.compile()
+        found = torch.result()
         progress.step(f"T={t}: measuring")
         while figures:
             records.append(figures.pop(0).measure())  # its programs and their results are let go
             progress.record(records[-1])
-        for record in torch_records(at, torch, lengths):
+        for record in torch_records(at, found, lengths):
             records.append(record)
             progress.record(record)
     return records

@@ -26,7 +26,7 @@ from jmoe import compat
 from .timing import depend
 
 AXIS = "ep"
-CHAIN_SECONDS = 10e-3
+CHAIN_SECONDS = 6e-3  # of one chain, as long as it is guessed to take
 # Chains that are timed beyond the first. The start and end of a run on two H200s cost 0.6 ms together, which several
 # runs in a row pay once: calls of 338 us in the profiler's records take 384 in one chain of 20, 353 in one of 100.
 MORE_CHAINS = 2
