@@ -136,7 +136,7 @@ def push_apart(
     assert isinstance(exchange.axis_name, str)
     batched = plan.form == "batched"
     (data, rest), counts = mosaic_push.push_apart(
-        (x, tail),
+        (x, from_bytes(tail, jnp.int32)),
         plan.slot,
         plan.counts,
         axis_name=exchange.axis_name,
@@ -145,7 +145,7 @@ def push_apart(
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
     )
-    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1]), counts
+    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1] // 4), counts
 
 
 def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange) -> jax.Array:
