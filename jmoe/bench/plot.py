@@ -42,8 +42,9 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
     groups = [[r for r in records if r.unit == u] for u in units]
     height = sum(0.45 * len(g) + 1.0 for g in groups) + 0.8
     ratios = [0.45 * len(g) + 1.0 for g in groups]
-    shape = dict(figsize=(10, height), squeeze=False, height_ratios=ratios, layout="constrained")
-    fig, axes = plt.subplots(len(units), 1, **shape)
+    fig, axes = plt.subplots(
+        len(units), 1, figsize=(10, height), squeeze=False, height_ratios=ratios, layout="constrained"
+    )
     for ax, unit, group in zip(axes[:, 0], units, groups, strict=True):
         ys = range(len(group))
         ax.barh(ys, [r.value for r in group], height=0.5, color=COLOURS[0], label="jmoe")

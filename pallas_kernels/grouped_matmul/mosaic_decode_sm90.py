@@ -425,14 +425,14 @@ def grouped_matmul_decode(
             a if a is None or a.ndim < 3 else jnp.pad(a, ((0, 0), (0, 0), (0, _ROWS - c.rows))) for a in (factors, bias)
         )
     unused = jnp.zeros((1,), jnp.float32)
-    if c.warp and (packed is None or packed.element != "e2m1"):
-        raise ValueError("warp=True: it is for 4-bit weights; choose warp=False.")
     boxes = c.block_t // c.box
     x_copies = 1 if packed and boxes == 1 else boxes * x_chunks
     summed = not interpret and group_sizes.shape[0] <= MAX_GROUPS  # by the kernel itself
     sizes = group_sizes.astype(jnp.int32) if summed else make_bounds(group_sizes, c.block_t)
     offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset.astype(jnp.int32).reshape(1)
     if c.warp:
+        if packed is None or scales is None or packed.element != "e2m1":
+            raise ValueError("warp=True: it is for 4-bit weights; choose warp=False.")
         how = dict(config=c, packed=packed, gate=gate, num_groups=group_sizes.shape[0], zero_tail=zero_tail)
         rest = (unused if a is None else a for a in (factors, bias))
         return by_warps.run(sizes, offset, x, w, scales, *rest, out_dtype=out_dtype, interpret=interpret, **how)

@@ -87,7 +87,7 @@ def environment_obstacle(capability: float | None = None) -> str | None:
 
 
 def launch(
-    program: Callable[[Thread, Any, dict], None],
+    program: Callable[[Thread, Any, dict], Any],
     task: Any,
     operands: Mapping[str, jax.Array],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
