@@ -139,6 +139,39 @@ def batched_places(axis_name: str, num_ranks: int, num_local: int, capacity: int
     return places
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a push lays out what arrives: R * C rows by source rank; or batched, E_loc * R * C rows by expert.
+
+    num_local: E_loc of the batched form, None otherwise.
+    """
+
+    axis_name: str
+    num_ranks: int
+    capacity: int
+    num_local: int | None = None
+
+    @property
+    def places(self):
+        if self.num_local is None:
+            return standard_places(self.axis_name, self.num_ranks, self.capacity)
+        return batched_places(self.axis_name, self.num_ranks, self.num_local, self.capacity)
+
+    @property
+    def num_counts(self) -> int:
+        return self.num_ranks * (self.num_local or 1)
+
+    def shaped(self, out: jax.Array) -> jax.Array:
+        """Rows [R * C, W] as [R, C, W], or batched as [E_loc, R * C, W]."""
+        if self.num_local is None:
+            return out.reshape(self.num_ranks, self.capacity, out.shape[1])
+        return out.reshape(self.num_local, self.num_ranks * self.capacity, out.shape[1])
+
+    def shaped_counts(self, counts: jax.Array) -> jax.Array:
+        """Received counts as int32 [R], or batched as [E_loc, R]."""
+        return counts if self.num_local is None else counts.reshape(self.num_ranks, self.num_local).T
+
+
 def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_local: int, blocks: int) -> None:
     """Stores counts [R * E_loc] of this rank at its place in every rank's result; each block sends a few of them."""
     me = lax.axis_index(axis_name)

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .mosaic_common import (
+    Form,
     Schedule,
-    batched_places,
     completion,
     int32,
     kernel_params,
@@ -28,7 +28,6 @@ from .mosaic_common import (
     send_counts,
     share,
     stages_for,
-    standard_places,
     stride_of,
 )
 
@@ -50,11 +49,9 @@ def push_rows(
     written: they hold whatever was in that memory, and the counts say so. Bytes over the link: one row for each
     (token, other rank).
     """
-    num_ranks = slot.shape[1]
-    places = standard_places(axis_name, num_ranks, capacity)
-    total = num_ranks * capacity
-    (out,), out_counts = _push((rows,), (slot,), counts, places, axis_name, num_ranks, 1, total, "push_rows", schedule)
-    return out.reshape(num_ranks, capacity, rows.shape[1]), out_counts
+    form = Form(axis_name, slot.shape[1], capacity)
+    (out,), out_counts = _push((rows,), (slot,), counts, form, "push_rows", schedule)
+    return out, out_counts
 
 
 def push_apart(
@@ -76,19 +73,11 @@ def push_apart(
     `push_batched` gives them, for each array.
     """
     if target is None:
-        num_ranks = slot.shape[1]
-        tables, places = (slot,), standard_places(axis_name, num_ranks, capacity)
+        form, tables = Form(axis_name, slot.shape[1], capacity), (slot,)
     else:
         assert num_ranks is not None
-        tables, places = (target, slot), batched_places(axis_name, num_ranks, num_local, capacity)
-    total = num_ranks * num_local * capacity
-    received, out_counts = _push(
-        tuple(pieces), tables, counts, places, axis_name, num_ranks, num_local, total, "push_apart", schedule
-    )
-    if target is None:
-        return [out.reshape(num_ranks, capacity, -1) for out in received], out_counts
-    out_counts = out_counts.reshape(num_ranks, num_local).T
-    return [out.reshape(num_local, num_ranks * capacity, -1) for out in received], out_counts
+        form, tables = Form(axis_name, num_ranks, capacity, num_local), (target, slot)
+    return _push(tuple(pieces), tables, counts, form, "push_apart", schedule)
 
 
 def push_batched(
@@ -109,19 +98,19 @@ def push_batched(
     [T, K], -1 where nothing is sent. counts: int32 [R * E_loc], rows that go to each expert.
     Returns (received [E_loc, R * C, W], received counts int32 [E_loc, R]); rows beyond the counts are not written.
     """
-    places = batched_places(axis_name, num_ranks, num_local, capacity)
-    total = num_local * num_ranks * capacity
-    (out,), out_counts = _push(
-        (rows,), (target, slot), counts, places, axis_name, num_ranks, num_local, total, "push_rows", schedule
-    )
-    return out.reshape(num_local, num_ranks * capacity, rows.shape[1]), out_counts.reshape(num_ranks, num_local).T
+    form = Form(axis_name, num_ranks, capacity, num_local)
+    (out,), out_counts = _push((rows,), (target, slot), counts, form, "push_rows", schedule)
+    return out, out_counts
 
 
-def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total, name, schedule):
+def _push(pieces, tables, counts, form: Form, name, schedule):
     """Warpgroup 0 keeps the rings of rows full; warpgroup 1 stores each row to its places, then signals.
 
-    pieces: arrays [T, W_i]; a row is one row of each of them, and each has a ring and a result of its own.
+    pieces: arrays [T, W_i]; a row is one row of each of them, and each has a ring and a result of its own. Returns
+    these and the received counts, both as `form` has them.
     """
+    axis_name, places = form.axis_name, form.places
+    total = form.num_counts * form.capacity
     tokens = pieces[0].shape[0]
     widths = [piece.shape[1] for piece in pieces]
     schedule = schedule or Schedule.for_tokens(tokens)
@@ -190,15 +179,15 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
                 return following
 
             lax.fori_loop(int32(0), trips, step, find(int32(0)))
-            send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
+            send_counts(counts_ref, out_counts_ref, axis_name, form.num_ranks, form.num_local or 1, schedule.blocks)
             plgpu.wait_smem_to_gmem(0)  # complete at the receiver, not only read from shared memory
-            completion(axis_name, num_ranks, schedule)
+            completion(axis_name, form.num_ranks, schedule)
 
     *received, out_counts = plgpu.kernel(
         body,
         out_type=(
             *(jax.ShapeDtypeStruct((total, stride), p.dtype) for stride, p in zip(strides, pieces, strict=True)),
-            jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
+            jax.ShapeDtypeStruct((form.num_counts,), jnp.int32),
         ),
         scratch_types=[
             *(plgpu.SMEM((stages, 1, stride), p.dtype) for stride, p in zip(strides, pieces, strict=True)),
@@ -208,4 +197,5 @@ def _push(pieces, tables, counts, places, axis_name, num_ranks, num_local, total
         **kernel_params(schedule, name),
     )(*pieces, counts, *tables)
     # slices that fuse into whatever reads the rows
-    return [out[:, :width] for out, width in zip(received, widths, strict=True)], out_counts
+    received = [form.shaped(out[:, :width]) for out, width in zip(received, widths, strict=True)]
+    return received, form.shaped_counts(out_counts)

@@ -24,15 +24,14 @@ from pallas_kernels.quantize.formats import BlockFormat, get_format
 
 from .mosaic_common import (
     SHARED_MEMORY,
+    Form,
     Schedule,
-    batched_places,
     completion,
     int32,
     kernel_params,
     row_bytes,
     send_counts,
     share,
-    standard_places,
     stride_of,
 )
 from .mosaic_encode import KINDS, PackedRow, encode_row
@@ -76,7 +75,7 @@ def push_quantized(
     x: bf16, f16 or f32 [T, D]. tail: uint8 [T, row_bytes - layout.tail_start], what follows the scales in each row
     (ids, weights); bytes in front of `layout.tail_offset` are overwritten. slot: int32 [T, R]. counts: int32 [R].
     Returns ([uint8 [R, C, row_bytes]], received counts int32 [R]), filled as `push_rows` does. apart: two arrays, the
-    rows cut behind their data, which the receiver then need not copy out of them (as yet compiled, not run on GPUs).
+    rows cut behind their data, which the receiver then need not copy out of them.
     Batched form: target int32 [T, K] with slot [T, K], counts [R * E_loc], num_ranks R and num_local E_loc, and results
     as `push_batched` gives them. Raises ValueError for what `reason_not` names.
     """
@@ -86,11 +85,11 @@ def push_quantized(
         raise ValueError(f"push_quantized: {reason}. Quantise first and use push_rows.")
     tokens, width = x.shape
     if target is None:
-        num_ranks = slot.shape[1]
-        tables, places = (slot,), standard_places(axis_name, num_ranks, capacity)
+        form, tables = Form(axis_name, slot.shape[1], capacity), (slot,)
     else:
         assert num_ranks is not None
-        tables, places = (target, slot), batched_places(axis_name, num_ranks, num_local, capacity)
+        form, tables = Form(axis_name, num_ranks, capacity, num_local), (target, slot)
+    places = form.places
     row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_tokens(tokens, stages=9)
     cut = fmt.data_bytes(width)
@@ -183,17 +182,17 @@ def push_quantized(
 
             @pl.when(role == 1)
             def _():
-                send_counts(counts_ref, out_counts_ref, axis_name, num_ranks, num_local, schedule.blocks)
+                send_counts(counts_ref, out_counts_ref, axis_name, form.num_ranks, form.num_local or 1, schedule.blocks)
 
             plgpu.wait_smem_to_gmem(0)
-            completion(axis_name, num_ranks, schedule, signallers=warpgroups, waiter=role == 1)  # pyright: ignore[reportArgumentType]
+            completion(axis_name, form.num_ranks, schedule, signallers=warpgroups, waiter=role == 1)  # pyright: ignore[reportArgumentType]
 
-    total = num_ranks * num_local * capacity
+    total = form.num_counts * capacity
     *outs, out_counts = plgpu.kernel(
         body,
         out_type=(
             *(jax.ShapeDtypeStruct((total, stride_of(size, 1, schedule)), jnp.uint8) for _, size in parts),
-            jax.ShapeDtypeStruct((num_ranks * num_local,), jnp.int32),
+            jax.ShapeDtypeStruct((form.num_counts,), jnp.int32),
         ),
         scratch_types=[
             plgpu.SMEM((stages, 1, width), x.dtype),
@@ -205,10 +204,7 @@ def push_quantized(
         **kernel_params(schedule, f"push_{fmt.name}", warpgroups=1 + warpgroups),
     )(x, tail, counts, *tables)
     outs = [out[:, :size] for out, (_, size) in zip(outs, parts, strict=True)]  # fuses into whatever reads the rows
-    if target is None:
-        return [out.reshape(num_ranks, capacity, -1) for out in outs], out_counts
-    counts = out_counts.reshape(num_ranks, num_local).T
-    return [out.reshape(num_local, num_ranks * capacity, -1) for out in outs], counts
+    return [form.shaped(out) for out in outs], form.shaped_counts(out_counts)
 
 
 def _shared_address(ref) -> ir.Value:
