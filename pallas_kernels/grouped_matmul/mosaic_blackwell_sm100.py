@@ -32,7 +32,6 @@ from .schedule import Schedule, each_tile, num_tiles, read_tile
 BLOCK_M = 2 * BOX
 SCALE_ROWS = 128  # of a piece of swizzled scales
 ACC_SLOTS = 2
-TMEM_COLUMNS = 512
 SMEM_BYTES = 227 * 1024
 PRODUCER, MULTIPLIER, WRITER = range(3)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.grouped_matmul import gated_product
 from pallas_kernels.quantize import dequantize, quantize, quantize_weights
 
 EDGES = [0, 1, 7, 64, 65, 191, 192, 193]  # rows of groups, and numbers of rows in all
@@ -45,6 +46,14 @@ def exact(x, w, sizes):
         out[row : row + size] = x[row : row + size] @ w[g].T
         row += size
     return out
+
+
+def assert_gated(y, x, plain, bias, sizes, gate, case):
+    """y is the gated product of x [M, K] with plain [G, 2, N, K] and bias [G, 2, N], zero past the groups' rows."""
+    total, owner = sizes.sum(), np.repeat(np.arange(len(sizes)), sizes)
+    halves = [jnp.asarray(exact(x, plain[:, i], sizes)[:total] + bias[owner, i]) for i in (0, 1)]
+    assert relative(y[:total], gated_product(*halves, gate)) < 4e-3, case
+    assert not np.any(np.asarray(y[total:], np.float32)), case
 
 
 def with_nan(x, *rows):
