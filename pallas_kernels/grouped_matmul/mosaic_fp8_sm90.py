@@ -49,7 +49,7 @@ from .mosaic_tiles import (
 from .schedule import each_tile
 from .tiles import find_tile, num_tiles, read_boxes, uneven
 
-_BLOCK = 128  # columns of K under one scale, and the depth of one stage
+BLOCK = 128  # columns of K under one scale, and the depth of one stage
 _TILE_N = 128  # columns of a tile, under one scale of the weights
 
 
@@ -76,11 +76,11 @@ class Fp8Config:
 
     def smem_bytes(self) -> int:
         """Shared memory of one block with BF16 results, barriers left out."""
-        stage = (self.block_m + _TILE_N) * _BLOCK
+        stage = (self.block_m + _TILE_N) * BLOCK
         return self.stages * stage + CONSUMERS * self.out_slots * BOX * SWIZZLE
 
 
-def _product(a, b, *, interpret: bool) -> jax.Array:
+def product(a, b, *, interpret: bool) -> jax.Array:
     """a [64, 128] times b [C, 128] transposed, both in shared memory: [64, C] in registers.
 
     The first of the four instructions overwrites the accumulator. Pallas' own would add to one that has to be zeroed
@@ -110,10 +110,10 @@ def _product(a, b, *, interpret: bool) -> jax.Array:
     def multiply(ctx, a, b):
         del ctx
         describe = functools.partial(mma_utils.create_descriptor, swizzle=SWIZZLE)
-        (a_start, a_step), _, _ = describe(a, large_tile=(BOX, _BLOCK), group_size=(BOX, _BLOCK), logical_k_major=False)
+        (a_start, a_step), _, _ = describe(a, large_tile=(BOX, BLOCK), group_size=(BOX, BLOCK), logical_k_major=False)
         b = mgpu.utils.memref_transpose(b, (1, 0, 3, 2))
         (b_start, b_step), _, _ = describe(
-            b, large_tile=(_BLOCK, _BLOCK), group_size=(_BLOCK, columns), logical_k_major=True
+            b, large_tile=(BLOCK, BLOCK), group_size=(BLOCK, columns), logical_k_major=True
         )
         one = ir.VectorType.get((1,), ir.F32Type.get())
         count = columns // 2
@@ -155,6 +155,39 @@ def _ptx(columns: int, a_step: int, b_step: int) -> str:
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
 
 
+def tiles_in_order(tiles, n_tiles: int, groups: dict, held: dict, *, cluster: int, band: int, zero_tail: bool):
+    """(how many tiles this block has, what the i-th of them is: read_boxes and its place along N).
+
+    groups, held: keyword arguments of num_tiles and find_tile. n_tiles: along N, for a whole cluster.
+    """
+    num_m = num_tiles(tiles, **groups, zero_tail=zero_tail)
+    count = tiles_of_block(num_m * n_tiles)
+    turned = (lax.rem(lax.axis_index("block"), 2) == 1) & uneven(tiles, groups["num_groups"])
+
+    def tile_at(i):
+        i = jnp.where(turned, jnp.maximum(count - 1 - i, 0), i)
+        m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, band)
+        tile = find_tile(tiles, m_tile, **groups, **held)
+        if cluster > 1:
+            n_tile = n_tile * cluster + lax.axis_index("cluster")
+        return *read_boxes(tile, groups["block"], BOX), n_tile
+
+    return count, tile_at
+
+
+def copy_boxes(x, target, barrier, where, ks, shared: dict[str, Any], *, interpret: bool):
+    """Columns ks of a tile's boxes of x, to target [block_m, 128]; shared: the axis that they are multicast along.
+
+    where: (first row, first row of the last box, boxes), as from read_boxes.
+    """
+    first, last, boxes = where
+    for box in range(target.shape[0] // BOX):
+        row = jnp.where(box < boxes - 1, first + box * BOX, last)
+        needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
+        part = target.at[pl.ds(box * BOX, BOX)]
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], part, barrier, **shared, **needed)
+
+
 def _body(
     sizes,
     offset,
@@ -179,7 +212,7 @@ def _body(
     k, n = x.shape[1], out.shape[1]
     a_smem, a_load = as_views(a_smem, 2, interpret)
     out_write, out_box, out_row = as_views(out_smem, 3, interpret)
-    k_steps = k // _BLOCK
+    k_steps = k // BLOCK
     max_boxes = c.block_m // BOX
     n_tiles = pl.cdiv(n, _TILE_N * c.cluster)
     wg = lax.axis_index("wg")
@@ -188,19 +221,8 @@ def _body(
 
     def tiles_here():
         """As in mosaic_sm90."""
-        num_m = num_tiles(tiles, **groups, zero_tail=zero_tail)
-        count, held = tiles_of_block(num_m * n_tiles), dict(num_weights=w.shape[0], group_offset=offset[0])
-        turned = (lax.rem(lax.axis_index("block"), 2) == 1) & uneven(tiles, num_groups)
-
-        def tile_at(i):
-            i = jnp.where(turned, jnp.maximum(count - 1 - i, 0), i)
-            m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, c.band)
-            tile = find_tile(tiles, m_tile, **groups, **held)
-            if c.cluster > 1:
-                n_tile = n_tile * c.cluster + lax.axis_index("cluster")
-            return *read_boxes(tile, c.block_m, BOX), n_tile
-
-        return count, tile_at
+        held = dict(num_weights=w.shape[0], group_offset=offset[0])
+        return tiles_in_order(tiles, n_tiles, groups, held, cluster=c.cluster, band=c.band, zero_tail=zero_tail)
 
     last_block = sw.shape[1] - 1
 
@@ -210,7 +232,7 @@ def _body(
         my_tiles, tile_at = tiles_here()
 
         def per_tile(tile, step):
-            weight, first, last, boxes, _, n_tile = tile
+            weight, n_tile = tile[0], tile[-1]
 
             def per_step(j, step):
                 slot = lax.rem(step, c.stages)
@@ -219,13 +241,9 @@ def _body(
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
 
-                ks = pl.ds(j * _BLOCK, _BLOCK)
+                ks = pl.ds(j * BLOCK, BLOCK)
                 shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-                for box in range(max_boxes):
-                    row = jnp.where(box < boxes - 1, first + box * BOX, last)
-                    target = a_load.at[slot, pl.ds(box * BOX, BOX)]
-                    needed: Any = dict(predicate=box < boxes) if box and not interpret else {}
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, BOX), ks], target, full.at[slot], **shared, **needed)
+                copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, shared, interpret=interpret)
                 columns = pl.ds(n_tile * _TILE_N, _TILE_N)
                 plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
                 return step + 1
@@ -261,7 +279,7 @@ def _body(
                 for i, (box, first_column, columns) in enumerate(work):
                     factor = now[1][i] * now[0]
                     a, b = a_smem.at[slot, pl.ds(box * BOX, BOX)], b_smem.at[slot, pl.ds(first_column, columns)]
-                    part = _product(a, b, interpret=interpret)
+                    part = product(a, b, interpret=interpret)
                     if i + 1 == len(work):
                         arrive(empty.at[slot], cluster=c.cluster, interpret=interpret)
                     new.append(totals[i] + part * lax.broadcast_in_dim(factor, part.shape, (0,)))
@@ -318,9 +336,9 @@ def grouped_matmul_fp8(
     (m, k), n = x.shape, w.shape[1]
     c = config.fitted(pl.cdiv(n, _TILE_N), group_sizes.shape[0])
     out_dtype = jnp.dtype(out_dtype)
-    if m < BOX or n % 64 or k % _BLOCK:
+    if m < BOX or n % 64 or k % BLOCK:
         raise ValueError(
-            f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX}, N a multiple of 64 and K of {_BLOCK}; "
+            f"x {x.shape}, w {w.shape}: this kernel takes M >= {BOX}, N a multiple of 64 and K of {BLOCK}; "
             "pad the arrays."
         )
     if c.cluster > 1:
@@ -346,8 +364,8 @@ def grouped_matmul_fp8(
         thread_name="wg",
         scratch_types=dict(
             tiles_smem=tiles_smem,
-            a_smem=row_views((c.stages, c.block_m, _BLOCK), x.dtype, plain=False, interpret=bool(interpret)),
-            b_smem=plgpu.SMEM((c.stages, _TILE_N, _BLOCK), w.dtype, transforms=swizzled(w.dtype)),
+            a_smem=row_views((c.stages, c.block_m, BLOCK), x.dtype, plain=False, interpret=bool(interpret)),
+            b_smem=plgpu.SMEM((c.stages, _TILE_N, BLOCK), w.dtype, transforms=swizzled(w.dtype)),
             out_smem=row_views(out_shape, out_dtype, plain=True, interpret=bool(interpret)),
             full=plgpu.Barrier(num_arrivals=c.block_m // BOX + 1, num_barriers=c.stages),
             empty=empty,
