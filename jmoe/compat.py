@@ -1,13 +1,11 @@
-"""Everything that differs between the JAX versions we support (0.10.2 to 0.12), in one place."""
+"""What differs between the JAX versions we support (0.10.2 to 0.12); for the kernels: pallas_kernels/compat.py."""
 
 from __future__ import annotations
 
 import jax
 
-JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3] if p.isdigit())
+from pallas_kernels.compat import JAX_VERSION, KERNELS_SUPPORTED  # noqa: F401
 
-# Mosaic GPU kernels need remote references, skip_device_barrier and the Warpgroup lowering as they are from 0.11 on.
-KERNELS_SUPPORTED = JAX_VERSION >= (0, 11)
 KERNELS_REASON = (
     f"jmoe's GPU kernels need JAX >= 0.11 (this is {jax.__version__}; JAX >= 0.11 needs Python >= 3.12). "
     "The portable implementations are used instead."

@@ -1,7 +1,8 @@
 """Compiles the quantisation kernels to machine code without a GPU; run as `python aot_quantize.py sm_90|sm_100`.
 
-Prints one JSON line {"NAME": [registers, spilled bytes], ...}. Exit status 77 and a reason where the CUDA compiler
-wheels are absent. One architecture per process: Mosaic binds the assembler's target once.
+Prints one JSON line {"NAME": [registers, spilled bytes, whether matrix instructions wait for each other because there
+are too few registers], ...}. Exit status 77 and a reason where the CUDA compiler wheels are absent. One architecture
+per process: Mosaic binds the assembler's target once.
 """
 
 import contextlib
@@ -100,7 +101,8 @@ def main(arch: str, kernels=kernels) -> int:
             jax.jit(f).lower(*arguments).compile()
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", texts[0])]
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", texts[0])]
-        report[label] = [max(registers, default=0), sum(spills)]
+        serialized = "instructions are serialized" in texts[0]
+        report[label] = [max(registers, default=0), sum(spills), serialized]
     print(json.dumps(report))
     return 0
 

@@ -212,5 +212,5 @@ def test_it_serves_only_those_who_name_it_and_says_why_it_cannot(monkeypatch):
 def test_it_compiles_to_blackwell_machine_code_without_spills():
     report = aot_report("aot_blackwell.py")
     assert len(report) == 8
-    for name, (registers, spilled) in report.items():
+    for name, (registers, spilled, _) in report.items():
         assert 16 <= registers <= 200 and spilled == 0, (name, registers, spilled)

@@ -134,8 +134,13 @@ def test_the_kernel_lowers_for_a_gpu_that_is_not_there(fmt, parts, block_t):
 @pytest.mark.slow
 @pytest.mark.aot
 @needs_kernels
-def test_the_matmuls_with_4_bit_weights_compile_without_spilling_a_register():
-    report = aot_report("aot_few_rows.py")
-    assert len(report) == 36
-    for name, (registers, spilled) in report.items():
-        assert spilled == 0 and 0 < registers <= 168, (name, registers, spilled)
+@pytest.mark.parametrize(
+    ("formats", "cases"), [("bfloat16", 18), ("mxfp8", 14), ("fp8_128x128", 15), ("nvfp4 mxfp4", 36)]
+)
+def test_every_shipped_rule_compiles_without_spilling_a_register(formats, cases):
+    report = aot_report("aot_grouped_matmul.py", *formats.split())
+    assert len(report) == cases
+    for name, (registers, spilled, serialized) in report.items():
+        # The FP8 prefill kernel keeps two totals and two products of a tile of 256 rows: 16 registers too many.
+        allowed = 64 if name == "fp8" else 0
+        assert spilled <= allowed and 0 < registers <= 168 and not serialized, (name, registers, spilled, serialized)

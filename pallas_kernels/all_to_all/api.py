@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import compat
 from .reference import ragged_all_to_all_reference
 
 Implementation = Literal["reference", "lax", "mosaic"]
@@ -70,8 +71,8 @@ def ragged_all_to_all(
 
 def kernel_reason(operand: jax.Array, axis_name, num_ranks: int) -> str | None:
     """Why the remote-write kernel cannot exchange rows like `operand`; None where it can."""
-    if tuple(int(p) for p in jax.__version__.split(".")[:2]) < (0, 11):
-        return f"it needs JAX 0.11 or newer, this is {jax.__version__}"
+    if not compat.KERNELS_SUPPORTED:
+        return compat.KERNELS_REASON
     if jax.process_count() > 1:
         return "it reaches the GPUs of one process only, and there are several processes"
     capability = getattr(jax.devices()[0], "compute_capability", None)  # None where there is no GPU

@@ -9,19 +9,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .. import compat
 from ..quantize import FORMATS, QTensor, dequantize
 from .schedule import tile_schedule
 
 _HALF = ("bfloat16", "float16")
 _OUT = (*_HALF, "float32")
-_MIN_VERSION = (0, 11)
 
 
 def why_not(problem) -> str | None:
     """Why this kernel cannot do a Problem, or None."""
-    version = tuple(int(p) for p in jax.__version__.split(".")[:2])
-    if version < _MIN_VERSION:
-        return f"the Blackwell kernel needs JAX >= 0.11, this is {jax.__version__}"
+    if not compat.KERNELS_SUPPORTED:
+        return compat.KERNELS_REASON
     capability = problem.compute_capability
     if problem.platform not in ("gpu", "cuda") or capability is None or capability.split(".")[0] != "10":
         where = problem.platform + (f" {capability}" if capability else "")

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..compat import store_slowly
 from . import mosaic_warp_sm90 as by_warps
 from .bounds import MAX_GROUPS, make_bounds, num_words
 from .gate import Gate, gated_product
@@ -127,12 +128,7 @@ class DecodeConfig:
 
 def store_transposed(ref, value):
     """value [rows of the weight, tokens] to ref [tokens, rows of the weight], element by element."""
-    value = plgpu.layout_cast(value, plgpu.Layout.WGMMA)
-    store = getattr(plgpu, "store", None)
-    if store is not None:  # JAX 0.12 wants to be told that slow stores are meant
-        store(ref.T, value, optimized=False)
-    else:
-        ref.T[...] = value
+    store_slowly(ref.T, plgpu.layout_cast(value, plgpu.Layout.WGMMA))
 
 
 def box_rows(first, rows, index: int, box: int):

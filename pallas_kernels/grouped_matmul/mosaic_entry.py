@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import compat
 from ..quantize import FORMATS, BlockFormat, QTensor, dequantize
 from . import tuning
 from .schedule import held_bounds
@@ -27,7 +28,6 @@ _HALF = ("bfloat16", "float16")
 _OUT = (*_HALF, "float32")
 #: Up to this many rows per group the weights' bytes are what counts, and the kernel with exchanged operands is faster.
 DECODE_ROWS = 64
-_MIN_VERSION = (0, 11)
 _GATED_ROWS = 128  # columns of gate and up that a block takes in the gated kernel for few rows
 _NUM_SMS = 132
 
@@ -41,9 +41,8 @@ def _family(fmt: BlockFormat) -> str:
 
 def why_not(problem) -> str | None:
     """Why these kernels cannot do a Problem, or None."""
-    version = tuple(int(p) for p in jax.__version__.split(".")[:2])
-    if version < _MIN_VERSION:
-        return f"the Hopper kernels need JAX >= 0.11, this is {jax.__version__}"
+    if not compat.KERNELS_SUPPORTED:
+        return compat.KERNELS_REASON
     if problem.platform not in ("gpu", "cuda") or problem.compute_capability != "9.0":
         where = problem.platform + (f" {problem.compute_capability}" if problem.compute_capability else "")
         return f"the kernels are for NVIDIA GPUs of compute capability 9.0, this is {where}"

@@ -2,7 +2,9 @@
 
 A rule holds for one kernel and weight format, up to a number of rows per occupied group and, where given, only for a
 certain N or K, up to some K, or up to a number of weight rows (N of every group that can have rows): few of them need
-finer tiles to reach all multiprocessors. The first rule that fits decides; nothing is measured here or at trace time.
+finer tiles to reach all multiprocessors. Rules with "even_registers" are for a JAX under which warpgroups keep an even
+share of the registers (compat.REGISTERS_MOVE). The first rule that fits decides; nothing is measured here or at trace
+time.
 `jmoe bench grouped-matmul --tune` writes a file of the same form.
 """
 
@@ -16,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import compat
+
 #: A user's own rules, read once when the first configuration is chosen.
 USER_FILE = Path("~/.config/jmoe/grouped_matmul_sm90.json").expanduser()
 _SHIPPED = Path(__file__).with_name("tuning_sm90.json")
-_FIELDS = {"kernel", "weights", "max_rows", "max_weight_rows", "n", "k", "max_k", "config"}
+_FIELDS = {"kernel", "weights", "max_rows", "max_weight_rows", "n", "k", "max_k", "even_registers", "config"}
 
 
 def read_rules(path: str | Path) -> tuple[Mapping[str, Any], ...]:
@@ -84,6 +88,8 @@ def lookup(
         return dict(_forced.get()[kernel])
     for rule in (*extra, *_rules()):
         if rule["kernel"] != kernel or rule.get("weights", weights) != weights:
+            continue
+        if rule.get("even_registers", False) and compat.REGISTERS_MOVE:
             continue
         if "max_weight_rows" in rule and (weight_rows is None or weight_rows > rule["max_weight_rows"]):
             continue

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
+from .. import compat
 from ..choice import on_cuda
 from ..quantize.emit import F, Ops, P, Pointer, U, _asm, _i32
 
-_JAX = tuple(int(p) for p in jax.__version__.split(".")[:2])
 IMPLEMENTATIONS = ("mosaic_sm90", "xla")
 #: Kernels that have passed tests/gpu since their last change; the others run only where they are asked for.
 CONFIRMED: set[str] = {"sort", "gather", "spread", "spread_decoded", "combine", "slots", "route", "decode"}
@@ -74,8 +74,8 @@ def environment_obstacle(capability: float | None = None) -> str | None:
 
     None where one can, or where a program is compiled for another machine.
     """
-    if _JAX < (0, 11):
-        return f"it needs JAX >= 0.11 (this is {jax.__version__})"
+    if not compat.KERNELS_SUPPORTED:
+        return compat.KERNELS_REASON
     if capability is None:
         try:
             capability = float(jax.devices("gpu")[0].compute_capability)

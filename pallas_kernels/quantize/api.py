@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .. import compat
 from ..choice import on_cuda
 from ..optional_triton import missing
 from . import exact, reference
@@ -25,7 +26,6 @@ from .formats import BlockFormat, get_format
 from .qtensor import QTensor
 
 IMPLEMENTATIONS = ("reference", "mosaic_sm90", "triton")
-_JAX = tuple(int(p) for p in jax.__version__.split(".")[:2])
 MAX_ROW_UNITS = 8 * 512  # 16-column units of a row that a per-token kernel keeps in registers: 65536 columns
 
 
@@ -252,8 +252,8 @@ def _gpu_capability() -> float | None:
 
 def kernel_obstacle(capability: float | None = None) -> str | None:
     """Why no kernel runs on a GPU of this compute capability (None: this process's first GPU); None where one can."""
-    if _JAX < (0, 11):
-        return f"it needs JAX >= 0.11 (this is {jax.__version__})"
+    if not compat.KERNELS_SUPPORTED:
+        return compat.KERNELS_REASON
     capability = _gpu_capability() if capability is None else capability
     if capability is not None and capability < 9.0:
         return f"it needs a GPU of compute capability 9.0 or later (this one has {capability})"
