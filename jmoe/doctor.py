@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .selftest import Case, Result
 
 OLDEST_JAX, KERNELS_JAX, NEXT_JAX = (0, 10, 2), (0, 11), (0, 13)
+EVEN_REGISTERS_JAX = (0, 12)  # pallas_kernels.compat.REGISTERS_MOVE says why
 MINIMUM_DRIVER = {12: 525, 13: 580}  # NVIDIA driver branch that a CUDA major version needs
 BUSY_BYTES, BUSY_PERCENT = 1 << 30, 10
 
@@ -179,9 +180,18 @@ def check_versions(f: Facts) -> list[Finding]:
 
 
 def check_kernels_jax(f: Facts) -> list[Finding]:
-    """Is JAX new enough for the GPU kernels?"""
-    if not f.on_gpu or not f.jax or f.jax >= KERNELS_JAX:
+    """Is JAX new enough for the GPU kernels, and does its compiler let them have the registers they want?"""
+    if not f.on_gpu or not f.jax or KERNELS_JAX <= f.jax < EVEN_REGISTERS_JAX or f.jax >= NEXT_JAX:
         return []
+    if EVEN_REGISTERS_JAX <= f.jax < NEXT_JAX:
+        return [
+            Finding(
+                "warning",
+                f"JAX {f.packages['jax']} compiles kernels with libnvJitLink, which keeps warpgroups from handing "
+                "registers to each other: some grouped matmuls use smaller tiles than under JAX 0.11",
+                f"pip install 'jax[{best_extra(f.driver)}]<0.12' for the tiles that the figures were measured with.",
+            )
+        ]
     newer = "" if version(f.python) >= (3, 12) else " in Python 3.12 or newer, which JAX 0.11 needs"
     return [
         Finding(

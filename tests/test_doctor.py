@@ -140,6 +140,13 @@ SETUPS = {
         "problem JAX 0.10.2 is too old for the GPU kernels, which need 0.11: plain XLA runs in their place "
         "pip install -U 'jmoe[cuda13]'.",
     ),
+    "JAX whose compiler drops setmaxnreg": (
+        Machine(packages=old("0.12.0")),
+        0,
+        "warning JAX 0.12.0 compiles kernels with libnvJitLink, which keeps warpgroups from handing registers to each "
+        "other: some grouped matmuls use smaller tiles than under JAX 0.11 pip install 'jax[cuda13]<0.12' for the "
+        "tiles that the figures were measured with.",
+    ),
 }
 
 

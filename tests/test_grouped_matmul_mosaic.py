@@ -99,7 +99,8 @@ def test_group_bounds_are_cut_at_the_last_row():
 # --- choice
 
 
-def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path):
+def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning.compat, "REGISTERS_MOVE", True)
     assert tuning.lookup("decode", weights="nvfp4", rows=4, n=3072, k=4096)["block_t"] == 8
     assert tuning.lookup("decode", weights="bfloat16", rows=20, n=3072, k=4096)["block_t"] == 32
     assert tuning.lookup("decode", weights="nvfp4", rows=1000, n=3072, k=4096)["block_t"] == 128
@@ -110,6 +111,10 @@ def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path):
     assert tuning.lookup("decode", weights="nvfp4", rows=4, n=64, k=4096, extra=mine)["block_t"] == 8
     assert tuning.lookup("prefill", weights="bfloat16", rows=256, n=2048, k=768)["slab"] == 128
     assert tuning.lookup("prefill", weights="bfloat16", rows=256, n=2048, k=4096)["slab"] == 144
+    monkeypatch.setattr(tuning.compat, "REGISTERS_MOVE", False)  # smaller tiles, but a user's rules still come first
+    assert "slab" not in tuning.lookup("prefill", weights="bfloat16", rows=256, n=2048, k=4096)
+    assert tuning.lookup("fp8", weights="fp8_128x128", rows=256, n=2048, k=4096) == {"block_m": 128}
+    assert tuning.lookup("decode", weights="nvfp4", rows=4, n=3072, k=4096, extra=mine) == {"block_t": 24}
     path.write_text('{"rules": [{"kernel": "decode", "block_t": 24}]}')
     with pytest.raises(ValueError, match="rule 0 has the keys"):
         tuning.read_rules(path)
@@ -157,7 +162,7 @@ def test_every_shipped_rule_is_a_valid_configuration_that_fits_into_shared_memor
     ],
 )
 def test_the_kernels_say_why_they_cannot(monkeypatch, changes, reason):
-    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    monkeypatch.setattr(mosaic_entry.compat, "KERNELS_SUPPORTED", True)
     fields = dict(
         op="forward", m=64, n=128, k=256, groups=4, x="bfloat16", w="bfloat16", out="bfloat16", platform="gpu"
     )
@@ -179,7 +184,7 @@ def test_the_kernels_say_why_they_cannot(monkeypatch, changes, reason):
     ],
 )
 def test_gate_and_up_are_joined_where_that_is_possible_and_faster(monkeypatch, changes, bias, hard, soft):
-    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    monkeypatch.setattr(mosaic_entry.compat, "KERNELS_SUPPORTED", True)
     fields = dict(m=512, n=768, k=2048, groups=128, x="bfloat16", w="bfloat16", out="bfloat16", platform="gpu")
     problem = Problem(op="forward", **{**fields, "compute_capability": "9.0", **changes})
     reason = mosaic_entry.why_not_gated(problem, bias=bias)
@@ -190,7 +195,7 @@ def test_gate_and_up_are_joined_where_that_is_possible_and_faster(monkeypatch, c
 
 
 def test_the_kernels_are_refused_on_a_jax_that_cannot_lower_them(monkeypatch):
-    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    monkeypatch.setattr(mosaic_entry.compat, "KERNELS_SUPPORTED", False)
     problem = Problem("forward", 64, 128, 256, 4, "bfloat16", "bfloat16", "bfloat16", "gpu", "9.0")
     assert "JAX >= 0.11" in mosaic_entry.why_not(problem)
 

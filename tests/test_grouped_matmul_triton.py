@@ -65,7 +65,7 @@ def test_while_it_is_opt_in_only_its_name_chooses_it(monkeypatch):
 
 def test_it_is_the_choice_on_other_gpus_where_the_mosaic_kernels_refuse(installed, monkeypatch):
     assert api.choose(problem(capability="9.0")).name == "triton"  # N = 100 is no multiple of 64
-    monkeypatch.setattr(mosaic_entry.jax, "__version__", "0.10.2")
+    monkeypatch.setattr(mosaic_entry.compat, "KERNELS_SUPPORTED", False)
     assert api.choose(problem(capability="9.0", n=128, k=128)).name == "triton"
     assert api.choose(problem(capability="10.0", n=128, k=128)).name == "triton"
 
