@@ -117,7 +117,8 @@ def _exchange(
                 config,
                 straight_through=None if through is None else split(through),
                 **_how(layer, decision),
-            ).reshape(backend.num_rows(ex), -1)
+            )
+            y = y.reshape(-1, y.shape[-1])
         else:
             assert get_experts(_kind(layer)).form == "standard"
             y = apply_experts(

@@ -435,9 +435,11 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
     shards, spec = layer.token_shards, P(layer.token_axes)
     tokens = math.prod(lead)
     pad = 0
-    if not lead or lead[0] % shards:  # the leading axis does not split evenly: flatten, and pad with invalid tokens
-        pad = -tokens % shards
-        x = jnp.pad(compat.replicate(x, layer.mesh).reshape(tokens, -1), ((0, pad), (0, 0)))
+    # The leading axis does not split evenly: flatten, and pad with invalid tokens. XLA (JAX 0.10 to 0.12) does not compile
+    # gradients through a shard_map of empty arrays, hence a token for each rank where there is none.
+    if not lead or lead[0] % shards or not tokens:
+        pad = -tokens % shards if tokens else shards
+        x = jnp.pad(compat.replicate(x, layer.mesh).reshape(tokens, x.shape[-1]), ((0, pad), (0, 0)))
         if valid is not None:
             valid = compat.replicate(valid, layer.mesh)
         flags = jnp.ones((tokens,), bool) if valid is None else valid.reshape(-1)

@@ -230,10 +230,19 @@ def test_F22_capacity_overflow_is_counted():
     assert int(jax.jit(lambda p, x: moe_with_stats(roomy, p, x))(params, x)[1].dropped) == 0
 
 
-def test_F27_no_tokens_at_all_and_no_valid_tokens():
+@pytest.mark.parametrize("backend", STANDARD + BATCHED)
+def test_F27_no_tokens_at_all_and_no_valid_tokens(backend):
     params, x = inputs()
-    layer = build_moe(CONFIG, mesh=mesh_of((4,)), backend="nvlink_two_sided")
-    assert moe(layer, params, x[:0]).shape == (0, D)
+    layer = build_moe(CONFIG, mesh=mesh_of((4,)), backend=backend)
+    empty = jnp.zeros((3, 0, D))
+    both = jax.jit(jax.value_and_grad(lambda p, x: moe(layer, p, x).sum(), argnums=(0, 1)))
+    total, (dparams, dx) = both(params, empty)
+    assert total == 0 and dx.shape == empty.shape and not any(np.any(leaf) for leaf in jax.tree.leaves(dparams))
+    specs = dataclasses.replace(jax.tree.map(lambda _: P(), params), experts=P("ep"))
+    local = shard_map(
+        lambda p, x: moe_local(layer, p, x), mesh=layer.mesh, in_specs=(specs, P("ep")), out_specs=P("ep")
+    )
+    assert jax.eval_shape(local, params, empty[0]).shape == (0, D)
     y, stats = jax.jit(lambda p, x, v: moe_with_stats(layer, p, x, valid=v))(params, x, jnp.zeros((T,), bool))
     assert np.all(np.asarray(y) == 0) and int(stats.tokens_per_expert.sum()) == 0
 
