@@ -16,8 +16,9 @@ def kernels(formats):
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels import compat
     from pallas_kernels.grouped_matmul import Gate, mosaic_entry, tuning
-    from pallas_kernels.quantize import quantize, quantize_weights
+    from pallas_kernels.quantize import get_format, quantize, quantize_weights
 
     groups, bf16, how = 128, jnp.bfloat16, dict(out_dtype=jnp.bfloat16)
 
@@ -59,9 +60,12 @@ def kernels(formats):
     x, dy = argument_of(plain, m, k), argument_of(plain, m, n)
     if "fp8_128x128" in formats:
         fp8 = argument_of(functools.partial(quantize, fmt="fp8_128"), m, k)
-        yield case(
-            "fp8", forward, fp8, argument_of(functools.partial(quantize_weights, fmt="fp8_128x128"), groups, n, k)
-        )
+        pack = functools.partial(quantize_weights, fmt="fp8_128x128")
+        yield case("fp8", forward, fp8, argument_of(pack, groups, n, k))
+        for kind in ("silu", "swiglu_oai") if compat.REGISTERS_MOVE else ():
+            gate = Gate(kind), get_format("fp8_128")
+            joined = functools.partial(lambda gate, x, w, sizes: mosaic_entry.gated_quantize(x, w, sizes, *gate), gate)
+            yield case(f"fp8 gated, {kind}", joined, fp8, argument_of(pack, groups, 2, 768, k))
     if "bfloat16" in formats:
         w = argument_of(plain, groups, n, k)
         yield case("prefill", forward, x, w)

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from jmoe.config import MoEConfig, QuantConfig
-from jmoe.experts import EXPERTS, ExpertWeights, apply_batched_experts, apply_experts, gated_activation, grouped, inputs
+from jmoe.experts import (
+    EXPERTS,
+    ExpertWeights,
+    apply_batched_experts,
+    apply_experts,
+    gated,
+    gated_activation,
+    grouped,
+    inputs,
+)
+from jmoe.experts.weights import flat_gate_up
 from pallas_kernels.grouped_matmul import Problem, mosaic_entry
-from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
+from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights, swiglu_quantize
 
 D, F, E, K, N = 256, 128, 4, 2, 64
 
@@ -323,6 +333,35 @@ def test_gradients_pass_straight_through_every_quantisation(rng):
 
     q = quantize_jit(x, fmt="mxfp8")
     np.testing.assert_array_equal(jax.jit(jax.grad(through, 1))(q, x * jnp.nan), got[1])
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_a_projection_that_quantises_gives_the_results_and_gradients_of_the_steps(rng, monkeypatch, activation):
+    fmt, calls = "fp8_128", []
+    config = make_config(dict(activations=fmt, weights="fp8_128x128", intermediate=fmt), activation=activation)
+    params, (x, ids, weights) = quantize_params(make_params(rng), "fp8_128x128"), make_rows(rng, low=-1)
+
+    def kernel(rows, w, sizes, gate, fmt, *, zero_tail):
+        calls.append(gate.kind)
+        assert not zero_tail
+        both = grouped.grouped_matmul(rows, flat_gate_up(w), sizes)
+        q = swiglu_quantize(both, fmt, activation=gate.kind, alpha=gate.alpha, limit=gate.limit)
+        past = jnp.arange(rows.shape[0])[:, None] >= jnp.sum(sizes)
+        return dataclasses.replace(q, block_scale=jnp.where(past, jnp.nan, q.block_scale))
+
+    def run():
+        def output(x, weights):
+            return apply_experts(x, ids, weights, params, config, quantize_input=True)
+
+        loss = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(output(*a))), (0, 1))
+        return jax.jit(output)(x, weights), jax.jit(loss)(x, weights)
+
+    expected = run()
+    assert not calls
+    monkeypatch.setattr(gated, "gated_quantize_obstacle", lambda *a, **k: None)
+    monkeypatch.setattr(gated, "gated_matmul_quantize", kernel)
+    jax.tree.map(np.testing.assert_array_equal, run(), expected)
+    assert calls == [activation]  # and under differentiation the steps
 
 
 def test_the_batched_form_takes_quantised_rows_and_reads_no_padding_F45(rng):

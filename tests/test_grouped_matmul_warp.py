@@ -9,6 +9,7 @@ from aot_report import aot_report
 from test_grouped_matmul_dequant import PACKED, elements, halves, pair, run
 
 from jmoe import compat
+from pallas_kernels.compat import REGISTERS_MOVE
 from pallas_kernels.grouped_matmul import Gate, mosaic_entry, mosaic_warp, tuning
 from pallas_kernels.quantize import quantize_weights
 
@@ -135,7 +136,8 @@ def test_the_kernel_lowers_for_a_gpu_that_is_not_there(fmt, parts, block_t):
 @pytest.mark.aot
 @needs_kernels
 @pytest.mark.parametrize(
-    ("formats", "cases"), [("bfloat16", 18), ("mxfp8", 14), ("fp8_128x128", 15), ("nvfp4 mxfp4", 36)]
+    ("formats", "cases"),
+    [("bfloat16", 18), ("mxfp8", 14), ("fp8_128x128", 15 + 2 * REGISTERS_MOVE), ("nvfp4 mxfp4", 36)],
 )
 def test_every_shipped_rule_compiles_without_spilling_a_register(formats, cases):
     report = aot_report("aot_grouped_matmul.py", *formats.split())

@@ -11,7 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import Gate, gated_matmul, gated_obstacle, grouped_matmul
+from pallas_kernels.grouped_matmul import (
+    Gate,
+    gated_matmul,
+    gated_matmul_quantize,
+    gated_obstacle,
+    gated_quantize_obstacle,
+    grouped_matmul,
+)
 from pallas_kernels.quantize import QTensor, get_format, swiglu_quantize
 
 from ..config import MoEConfig
@@ -48,21 +55,29 @@ def gated_projection(
     if row_weight is not None or gated_obstacle(rows, w, **how) is not None:
         return apart(rows, through, w, bias, sizes, row_weight)
 
-    floats = (rows, through, w, bias)
-    active = [a is not None and not isinstance(a, QTensor) for a in floats]
-
-    @jax.custom_vjp
     def together(rows, through, w, bias, sizes):
         del through
         return gated_matmul(rows, w, sizes, gate, bias=bias, out_dtype=config.jnp_dtype, zero_tail=False)
+
+    def in_steps(rows, through, w, bias, sizes):
+        return apart(rows, through, w, bias, sizes, None)
+
+    return _joined(together, in_steps, (rows, through, w, bias), sizes)
+
+
+def _joined(together, apart, floats, sizes):
+    """together(*floats, sizes), or where a gradient is taken apart(*floats, sizes), which has one.
+
+    floats: arrays; what is None or a QTensor takes no gradient.
+    """
+    active = [a is not None and not isinstance(a, QTensor) for a in floats]
 
     def forward(*args):
         *floats, sizes = args
 
         def of_active(*values):
             given = iter(values)
-            rows, through, w, bias = (next(given) if on else a for on, a in zip(active, floats, strict=True))
-            return apart(rows, through, w, bias, sizes, None)
+            return apart(*(next(given) if on else a for on, a in zip(active, floats, strict=True)), sizes)
 
         return jax.vjp(of_active, *(a for on, a in zip(active, floats, strict=True) if on))
 
@@ -70,8 +85,9 @@ def gated_projection(
         grads = iter(pull(dy))
         return *(next(grads) if on else None for on in active), None
 
-    together.defvjp(forward, backward)
-    return together(*floats, sizes)
+    joined = jax.custom_vjp(together)
+    joined.defvjp(forward, backward)
+    return joined(*floats, sizes)
 
 
 def quantised_projection(
@@ -86,22 +102,39 @@ def quantised_projection(
 ) -> tuple[QTensor, jax.Array] | None:
     """`gated_projection` quantised to config.quant.intermediate, and its float form, which takes the gradient.
 
-    Activation and quantisation are one step, so that the float form is only made where a gradient is taken. None where
-    that cannot be done, or where gate, up and activation are one kernel.
+    Activation and quantisation are one step, or with the matmul one kernel, so that the float form is only made where a
+    gradient is taken: elsewhere its values are not there to be read. None where that cannot be done, or where gate, up
+    and activation are one kernel.
     """
     fmt, w = config.quant.intermediate, params.gate_up
-    how: Any = dict(bias=False, out_dtype=config.jnp_dtype, implementation=implementation)
     plain = row_weight is None and params.gate_up_bias is None and config.activation in ("silu", "swiglu_oai")
-    if fmt is None or not plain or not get_format(fmt).row_local or gated_obstacle(rows, w, **how) is None:
+    if fmt is None or not plain or not get_format(fmt).row_local:
         return None
+    apart = functools.partial(_quantised_apart, config, implementation)
+    gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+    if gated_quantize_obstacle(rows, w, gate, fmt, implementation=implementation) is None:
+
+        def together(rows, through, w, sizes):
+            del through
+            q = gated_matmul_quantize(rows, w, sizes, gate, fmt, zero_tail=False)
+            return q, jnp.zeros(q.shape, config.jnp_dtype)
+
+        return _joined(together, apart, (rows, through, w), sizes)
+    how: Any = dict(bias=False, out_dtype=config.jnp_dtype, implementation=implementation)
+    if gated_obstacle(rows, w, **how) is None or flat_gate_up(w) is None:
+        return None
+    return apart(rows, through, w, sizes)
+
+
+def _quantised_apart(config, implementation, rows, through, w, sizes):
+    """The same by a grouped matmul and an activation that quantises; for weights that lie flat."""
     flat = flat_gate_up(w)
-    if flat is None:
-        return None
-    how = dict(out_dtype=config.jnp_dtype, zero_tail=False, implementation=implementation)
+    assert flat is not None
+    how: Any = dict(out_dtype=config.jnp_dtype, zero_tail=False, implementation=implementation)
     both = grouped_matmul(rows, flat, sizes, straight_through=through, **how)  # [M, 2 * F]
     q = swiglu_quantize(
         jax.lax.stop_gradient(both),
-        fmt,
+        config.quant.intermediate,
         activation=config.activation,
         alpha=config.swiglu_alpha,
         limit=config.swiglu_limit,

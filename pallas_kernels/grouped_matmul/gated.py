@@ -1,5 +1,7 @@
 """Gate and up projection with what stands between them and the down projection, in one kernel where one can.
 
+`gated_matmul` gives act(gate) * up, `gated_matmul_quantize` that in the format of the down projection's input.
+
 Letters: M rows, K contraction, F columns of each projection, G groups.
 """
 
@@ -10,10 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..quantize import QTensor
+from ..quantize import BlockFormat, QTensor, get_format
 from . import mosaic_entry
 from .api import problem_of
 from .gate import Gate
+
+#: Why `gated_matmul_quantize` is only used where it is named.
+QUANTIZE_OPT_IN = "tests/gpu/test_fp8_gated_gpu.py has not passed on a GPU yet"
 
 
 def gated_obstacle(
@@ -65,3 +70,49 @@ def gated_matmul(
         raise ValueError(f"gated_matmul cannot do this: {reason}; use grouped_matmul and gated_product.")
     how: Any = dict(bias=bias, group_offset=group_offset, out_dtype=_dtype(x, out_dtype), zero_tail=zero_tail)
     return mosaic_entry.gated(x, w, group_sizes, gate, **how)
+
+
+def gated_quantize_obstacle(
+    x: jax.Array | QTensor,
+    w: jax.Array | QTensor,
+    gate: Gate,
+    fmt: str | BlockFormat,
+    *,
+    bias: bool = False,
+    implementation: str | None = None,
+) -> str | None:
+    """Why `gated_matmul_quantize` cannot take these; None where it can and is asked for by "mosaic_sm90", its name."""
+    if implementation is None:
+        return f"it is used where implementation='mosaic_sm90' asks for it: {QUANTIZE_OPT_IN}"
+    if implementation != "mosaic_sm90":
+        return f"implementation={implementation!r} has no kernel that joins gate and up"
+    m, k, groups, n = x.shape[0], x.shape[1], w.shape[0], w.shape[2]
+    problem = problem_of("forward", m, n, k, groups, x, w, _dtype(x, None))
+    return mosaic_entry.why_not_gated_quantize(problem, gate, get_format(fmt), bias=bias)
+
+
+def gated_matmul_quantize(
+    x: QTensor,
+    w: QTensor,
+    group_sizes: jax.Array,
+    gate: Gate,
+    fmt: str | BlockFormat,
+    *,
+    group_offset: jax.Array | None = None,
+    zero_tail: bool = True,
+) -> QTensor:
+    """`gated_matmul`'s float32 result quantised to fmt, [M, F]: FP8 throughout, for many rows per group.
+
+    Arguments: as of `gated_matmul`; x "fp8_128", w "fp8_128x128", fmt "fp8_128" or one that decodes alike. Rows of no
+    group have the codes and scales of zero rows (see zero_tail).
+
+    Neither gate and up nor their product is written to memory. Exponentials are the hardware's, as in
+    `swiglu_quantize`. There is no gradient. Compiled, and not run on a GPU yet.
+
+    Raises ValueError with the reason of `gated_quantize_obstacle` where it cannot.
+    """
+    fmt = get_format(fmt)
+    reason = gated_quantize_obstacle(x, w, gate, fmt, implementation="mosaic_sm90")
+    if reason is not None:
+        raise ValueError(f"gated_matmul_quantize cannot do this: {reason}; use grouped_matmul and swiglu_quantize.")
+    return mosaic_entry.gated_quantize(x, w, group_sizes, gate, fmt, group_offset=group_offset, zero_tail=zero_tail)

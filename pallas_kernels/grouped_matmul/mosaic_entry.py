@@ -1,8 +1,8 @@
 """The Hopper kernels behind `grouped_matmul`: what they can do, and which of them does it.
 
-Few rows per group, or quantised weights: mosaic_decode_sm90. FP8 on both sides in blocks of 128: mosaic_fp8_sm90.
-Otherwise mosaic_sm90, and mosaic_drhs_sm90 for the gradient of the weights. Activations in other block formats are
-dequantised to BF16 first.
+Few rows per group, or quantised weights: mosaic_decode_sm90. FP8 on both sides in blocks of 128: mosaic_fp8_sm90, or
+mosaic_fp8_gated_sm90 where what gate and up come to is quantised again. Otherwise mosaic_sm90, and mosaic_drhs_sm90 for
+the gradient of the weights. Activations in other block formats are dequantised to BF16 first.
 
 Letters: M rows, K contraction, N columns, G groups.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
-from ..quantize import FORMATS, BlockFormat, QTensor, dequantize
+from ..quantize import FORMATS, BlockFormat, QTensor, dequantize, quantize
 from . import tuning
 from .schedule import held_bounds
 
@@ -263,3 +263,58 @@ def gated(
     if bias is not None:
         raise ValueError("The kernel for many rows per group adds no bias; add it to separate projections.")
     return _direct("gated", x, w, group_sizes, group_offset, out_dtype, n=f, gate=gate, **how)
+
+
+def why_not_gated_quantize(problem, gate: Gate, fmt: BlockFormat, *, bias: bool) -> str | None:
+    """Why `gated_quantize` cannot do a forward Problem whose w is [G, 2, N, K], or None."""
+    reason = why_not(problem)
+    if reason is not None:
+        return reason
+    x, w = FORMATS.get(problem.x), FORMATS.get(problem.w)
+    if x is None or w is None or not _reads_fp8(problem.m, problem.k, problem.groups, x, w):
+        return (
+            f"x is {problem.x} [{problem.m}, {problem.k}] and w {problem.w} of {problem.groups} groups: it takes "
+            f"fp8_128 and fp8_128x128, K a multiple of 128, and more than {DECODE_ROWS} rows per group"
+        )
+    if (fmt.element, fmt.scale, fmt.block_rows) != ("e4m3", "f32", 1) or problem.n % fmt.block:
+        return f"its result is {fmt.name} of {problem.n} columns: it makes fp8_128 of a multiple of 128"
+    if gate.kind not in ("silu", "swiglu_oai") or bias:
+        return f"activation {gate.kind!r}, bias={bias}: it computes 'silu' and 'swiglu_oai', and adds no bias"
+    if not compat.REGISTERS_MOVE:
+        return "its totals need more registers than JAX 0.12 leaves to a warpgroup"
+    return None
+
+
+def gated_quantize(
+    x: QTensor,
+    w: QTensor,
+    group_sizes: jax.Array,
+    gate: Gate,
+    fmt: BlockFormat,
+    *,
+    group_offset=None,
+    zero_tail: bool = True,
+    interpret=None,
+) -> QTensor:
+    """`gated`, quantised to fmt, in one kernel; see `why_not_gated_quantize`."""
+    from .mosaic_fp8_gated_sm90 import GatedFp8Config, gated_matmul_fp8
+    from .mosaic_sm90 import BOX
+
+    m, groups, f = x.shape[0], w.shape[0], w.shape[2]
+    if m == 0 or groups == 0:
+        return quantize(jnp.zeros((m, f), jnp.float32), fmt)
+    c = _config("fp8_gated", GatedFp8Config, "fp8_128x128", m, groups, f, x.k)
+    data, scale = gated_matmul_fp8(
+        _pad_rows(x.data, BOX),
+        _pad_rows(x.block_scale, BOX),
+        w.data,
+        w.block_scale,
+        group_sizes,
+        group_offset,
+        gate=gate,
+        fmt=fmt,
+        config=c,
+        zero_tail=zero_tail,
+        interpret=interpret,
+    )
+    return QTensor(data[:m], scale[:m], None, fmt, f)

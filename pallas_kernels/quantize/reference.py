@@ -57,16 +57,22 @@ def _quantize_mx(bits, amax, fmt):
     return _codes(y, fmt, byte == 255), byte.astype(jnp.uint8)
 
 
-def _quantize_fp8(bits, amax, fmt):
-    nan = amax > exact.INF
+def fp8_scale(amax: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array]:
+    """(scales, reciprocals) of FP8 128 blocks whose largest magnitudes have these float32 bits; NaN for NaN."""
     low = exact.f32_bits(jnp.float32(FP8_EPS))
     s = exact.exact_div(
         exact.from_bits(jnp.clip(amax, low, jnp.uint32(_FLT_MAX_BITS))), jnp.full_like(amax, 448, "float32")
     )
     if fmt.pow2:
         s = exact.from_bits((exact.f32_bits(s) + jnp.uint32(0x7FFFFF)) & jnp.uint32(exact.INF))
-    y = exact.from_bits(bits) * exact.exact_div(jnp.ones_like(s), s)[..., None]
-    return _codes(y, fmt, nan), jnp.where(nan, jnp.float32(jnp.nan), s)
+    inverse, nan = exact.exact_div(jnp.ones_like(s), s), amax > exact.INF
+    return jnp.where(nan, jnp.float32(jnp.nan), s), jnp.where(nan, jnp.float32(jnp.nan), inverse)
+
+
+def _quantize_fp8(bits, amax, fmt):
+    s, inverse = fp8_scale(amax, fmt)
+    y = exact.from_bits(bits) * inverse[..., None]
+    return _codes(y, fmt, amax > exact.INF), s
 
 
 def encode_scale(amax_bits: jax.Array, e4m3_max: int) -> jax.Array:
