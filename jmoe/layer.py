@@ -26,12 +26,13 @@ from .backends import Axis, Exchange, exchange_for, get_backend
 from .backends.engine import ENGINE, remote_write_engine
 from .backends.hierarchical import hierarchical_engine
 from .caps import DeviceCaps, count_hosts
+from .check import check_local, check_params, check_placement, check_rank_mask, check_tokens
 from .config import MoEConfig
 from .core import exchange_and_compute
 from .experts import ExpertsSpec, ExpertWeights, get_experts, shared_expert
 from .params import MoEParams
 from .payload import RowLayout, row_layout
-from .placement import Placement, even_placement, to_physical_order
+from .placement import Placement, to_physical_order
 from .policy import Decision, decide, explain
 from .policy.render import to_text
 from .router import MoEStats, route, router_logits, router_stats, summarize
@@ -333,8 +334,13 @@ def moe_local_with_stats(
 
 def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
     config = layer.config
+    x = check_tokens(x, config)
     if x.ndim != 2 or x.shape[1] != config.hidden_size:
         raise ValueError(f"x has shape {x.shape}; moe_local takes [tokens, {config.hidden_size}]: reshape it first.")
+    check_params(params, config)
+    check_local(layer, params)
+    check_rank_mask(layer, rank_mask, x.shape[0])
+    placement = check_placement(layer, placement, masked=rank_mask is not None)
     with jax.named_scope("router"):
         logits = router_logits(x, params.router, params.router_bias)
         routing = route(
@@ -344,8 +350,6 @@ def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
             correction_bias=params.correction_bias,
             valid=valid,
         )
-    if placement is None and (rank_mask is not None or config.num_experts != layer.num_ranks * layer.num_local):
-        placement = even_placement(config.num_experts, layer.num_ranks)
     shares = params.shared_gate_up is not None
     y, dropped = exchange_and_compute(
         layer,
@@ -404,19 +408,16 @@ def moe_with_stats(
 
 
 def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, *, with_stats: bool):
-    config, lead = layer.config, x.shape[:-1]
-    if x.shape[-1] != config.hidden_size or (valid is not None and valid.shape != lead):
+    config = layer.config
+    x = check_tokens(x, config)
+    lead = x.shape[:-1]
+    if x.shape[-1:] != (config.hidden_size,) or (valid is not None and valid.shape != lead):
         raise ValueError(
             f"x has shape {x.shape} and valid {None if valid is None else valid.shape}; the layer takes "
             f"[..., {config.hidden_size}] and a mask of x's leading shape."
         )
-    if placement is None and config.num_experts != layer.num_ranks * layer.num_local:
-        placement = even_placement(config.num_experts, layer.num_ranks)
-    if placement is not None and (placement.num_ranks, placement.num_local) != (layer.num_ranks, layer.num_local):
-        raise ValueError(
-            f"The placement has {placement.num_ranks} ranks x {placement.num_local} slots, the layer {layer.num_ranks} "
-            f"x {layer.num_local}; build the layer with num_local={placement.num_local}, or use another placement."
-        )
+    check_params(params, config)
+    placement = check_placement(layer, placement)
     params = _in_physical_order(layer, params, placement)
 
     def local(params, x, valid, placement, rank_mask):
@@ -435,8 +436,8 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
     shards, spec = layer.token_shards, P(layer.token_axes)
     tokens = math.prod(lead)
     pad = 0
-    # The leading axis does not split evenly: flatten, and pad with invalid tokens. XLA (JAX 0.10 to 0.12) does not compile
-    # gradients through a shard_map of empty arrays, hence a token for each rank where there is none.
+    # The leading axis does not split evenly: flatten, and pad with invalid tokens. XLA (JAX 0.10 to 0.12) does not
+    # compile gradients through a shard_map of empty arrays, hence a token for each rank where there is none.
     if not lead or lead[0] % shards or not tokens:
         pad = -tokens % shards if tokens else shards
         x = jnp.pad(compat.replicate(x, layer.mesh).reshape(tokens, x.shape[-1]), ((0, pad), (0, 0)))

@@ -1,0 +1,118 @@
+"""What a call is given is checked while it is traced: a wrong thing raises, names the argument and says what to do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jmoe import MoEConfig, RouterConfig, build_moe, init_params, moe, moe_local
+from jmoe.compat import shard_map
+from jmoe.placement import placement_from_slots
+
+D, F, E, K, T = 64, 32, 8, 2, 16
+PLAIN = MoEConfig(D, F, E, K, dtype="float32")
+RICH = dataclasses.replace(
+    PLAIN, router=RouterConfig(use_bias=True), use_bias=True, shared_intermediate_size=24, shared_gate=True
+)
+ONE, MANY = (1,), (4,)
+
+
+def layer_of(config=PLAIN, ranks=ONE, **options):
+    mesh = jax.make_mesh(ranks, ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[: ranks[0]])
+    return build_moe(config, mesh=mesh, **options)
+
+
+def trace(layer, params, x=None, **options):
+    """The shape that the call would have; nothing is computed."""
+    x = jnp.zeros((T, D)) if x is None else x
+    return jax.eval_shape(lambda p, x: moe(layer, p, x, **options), params, x).shape
+
+
+def params_with(config=PLAIN, **changes):
+    params = init_params(jax.random.key(0), config)
+    of_experts = {k: changes.pop(k) for k in tuple(changes) if hasattr(params.experts, k)}
+    return dataclasses.replace(params, **changes, experts=dataclasses.replace(params.experts, **of_experts))
+
+
+@pytest.mark.parametrize("ranks", [ONE, MANY])
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (PLAIN, dict(router=jnp.zeros((E + 1, D))), r"router has shape \(9, 64\).*takes \(8, 64\)"),
+        (PLAIN, dict(router=jnp.zeros((E - 1, D))), r"router has shape \(7, 64\)"),
+        (PLAIN, dict(router=None), "router has shape None"),
+        (PLAIN, dict(router_bias=jnp.zeros(E)), "router_bias has shape.*router.use_bias=False"),
+        (PLAIN, dict(shared_gate_up=jnp.zeros((2, 24, D))), "shared_gate_up has.*shared_intermediate_size=0"),
+        (PLAIN, dict(shared_down=jnp.zeros((D, 24))), "shared_down has shape"),
+        (RICH, dict(router_bias=None), "router_bias has shape None"),
+        (RICH, dict(router_bias=jnp.zeros(1)), r"router_bias has shape \(1,\)"),
+        (RICH, dict(shared_gate_up=None, shared_down=None, shared_gate=None), "shared_gate_up has shape None"),
+        (RICH, dict(shared_down=jnp.zeros((D, 12))), r"shared_down has shape \(64, 12\).*takes \(64, 24\)"),
+        (RICH, dict(shared_gate=None), "shared_gate has shape None"),
+        (RICH, dict(down=jnp.zeros((E - 1, D, F))), "down has shape.*gate_up holds 8 experts"),
+        (RICH, dict(input_scale=jnp.ones(3)), r"input_scale has shape \(3,\)"),
+        (PLAIN, dict(down=jnp.zeros((E, D, F), jnp.int8)), "down is an array of int8.*QTensor"),
+        (PLAIN, dict(gate_up=jnp.zeros((E, 2, F, D), jnp.float8_e4m3fn)), "gate_up is an array of float8_e4m3fn"),
+    ],
+)
+def test_parameters_that_the_configuration_does_not_name_are_refused(config, changes, message, ranks):
+    layer = layer_of(config, ranks)
+    assert trace(layer, params_with(config)) == (T, D)
+    with pytest.raises(ValueError, match=message):
+        trace(layer, params_with(config, **changes))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "float8_e4m3fn"])
+def test_tokens_must_be_floats(dtype):
+    with pytest.raises(ValueError, match=rf"x is {dtype}\[16, 64\].*Cast it"):
+        trace(layer_of(), params_with(), jnp.zeros((T, D), dtype))
+
+
+def test_what_is_no_array_or_no_params_is_named():
+    layer, params = layer_of(), params_with()
+    with pytest.raises(ValueError, match="x is a list"):
+        moe(layer, params, [[0.0] * D])
+    with pytest.raises(ValueError, match=r"x has shape \(\)"):
+        moe(layer, params, jnp.float32(0))
+    with pytest.raises(TypeError, match="params is a dict.*init_params"):
+        moe(layer, {"router": params.router}, jnp.zeros((T, D)))
+    assert moe(layer, params, np.zeros((T, D), np.float32)).dtype == jnp.float32
+
+
+def test_a_placement_must_be_one_of_this_layer():
+    params = params_with()
+    with pytest.raises(ValueError, match="num_local=3, 12 slots for 8 experts, and no placement"):
+        trace(layer_of(ranks=MANY, num_local=3), params)
+    with pytest.raises(ValueError, match="placement is one of 6 experts and the layer has 8"):
+        slots = placement_from_slots([[0, 1], [2, 3], [4, 5], [0, 1]], 6)
+        trace(layer_of(ranks=MANY), params, placement=slots)
+
+
+def test_a_rank_mask_is_for_backends_with_one_and_for_every_rank():
+    params = params_with()
+    with pytest.raises(ValueError, match="backend 'nvlink_two_sided' has no rank mask.*'nixl_ep'"):
+        trace(layer_of(ranks=MANY, backend="nvlink_two_sided"), params, rank_mask=jnp.ones(4, bool))
+    for mask in (jnp.ones(3, bool), jnp.ones(4, jnp.int32)):
+        with pytest.raises(ValueError, match=r"rank_mask is .*must be bool\[4\]"):
+            trace(layer_of(ranks=MANY, backend="nixl_ep"), params, rank_mask=mask)
+
+
+def test_moe_local_wants_its_shard_map_and_its_own_experts():
+    params, x = params_with(), jnp.zeros((T, D))
+    layer = layer_of(ranks=MANY, backend="nvlink_two_sided")
+    with pytest.raises(ValueError, match="inside a jax.shard_map over 'ep' with 4 ranks, and was called outside"):
+        moe_local(layer, params, x)
+    with pytest.raises(ValueError, match="called over 2 ranks"):
+        local_over(layer_of(ranks=(2,)).mesh, layer, params, x, P("ep"))
+    with pytest.raises(ValueError, match="weights of 8 experts and has 2 slots.*in_specs"):
+        local_over(layer.mesh, layer, params, x, P())
+    assert local_over(layer.mesh, layer, params, x, P("ep")) == (T, D)
+
+
+def local_over(mesh, layer, params, x, experts):
+    specs = dataclasses.replace(jax.tree.map(lambda _: P(), params), experts=experts)
+    f = shard_map(lambda p, x: moe_local(layer, p, x), mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
+    return jax.eval_shape(f, params, x).shape
