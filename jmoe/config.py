@@ -6,6 +6,8 @@ Letters: D hidden size, F expert intermediate size, E experts in all, K experts 
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Literal
 
@@ -35,8 +37,16 @@ def _choice(what: str, value, allowed) -> None:
 
 
 def _positive(what: str, value) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    if not _is_integer(value) or value <= 0:
         raise ValueError(f"{what} must be a positive integer, got {value!r}.")
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +90,8 @@ class RouterConfig:
                 'order="topk_then_softmax" selects raw logits: it goes with score="softmax" and without groups; '
                 'use order="score_then_topk" for sigmoid scores or group-limited selection.'
             )
+        if not _is_number(self.scaling):
+            raise ValueError(f"scaling={self.scaling!r} must be a finite number; 1.0 leaves the weights as they are.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,19 +118,23 @@ class QuantConfig:
     def __post_init__(self):
         for field in ("activations", "weights", "intermediate", "combine_wire"):
             value = getattr(self, field)
+            if not isinstance(value, str | None):
+                raise ValueError(f"{field}={value!r} must be the name of a format, or None for unquantised.")
             if value in QUANT_ALIASES:
                 object.__setattr__(self, field, QUANT_ALIASES[value])
-        for field in ("weights", "intermediate", "combine_wire"):
-            value = getattr(self, field)
-            if value is not None:
-                _choice(field, value, tuple(FORMATS))
+        if not isinstance(self.wire, str):
+            raise ValueError(f"wire={self.wire!r} must be 'auto', 'fastest' or the name of what travels.")
+        if self.weights is not None:
+            _choice("weights", self.weights, tuple(FORMATS))
+        if self.intermediate is not None:
+            _choice("intermediate", self.intermediate, tuple(f.name for f in FORMATS.values() if f.block_rows == 1))
         if self.combine_wire not in (None, "mxfp8"):
             raise ValueError(
                 f"combine_wire={self.combine_wire!r}: expert outputs travel back in the layer's dtype (None) or as "
                 "'mxfp8'; other formats lose too much in the partial sums."
             )
-        if self.mx_alignment < 0 or self.mx_alignment % 32:
-            raise ValueError(f"mx_alignment={self.mx_alignment} must be 0 or a multiple of 32.")
+        if not _is_integer(self.mx_alignment) or self.mx_alignment < 0 or self.mx_alignment % 32:
+            raise ValueError(f"mx_alignment={self.mx_alignment!r} must be 0 or a multiple of 32.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +147,7 @@ class MoEConfig:
     use_bias: experts have biases. shared_intermediate_size: width of the always-on shared expert, 0 for none.
     shared_gate: the shared expert's output is multiplied by sigmoid(x @ gate) (Qwen2-MoE).
     hidden_size_unpadded: columns of the output where D is padded (None: D).
-    quant: a QuantConfig, or "auto" for QuantConfig(wire="fastest").
+    quant: a QuantConfig, "auto" for QuantConfig(wire="fastest"), or None for QuantConfig().
     capacity_factor: None is dropless; otherwise each (source, destination) rank pair has room for
         ceil(capacity_factor * T * min(K, R) / R) rows (at most T) and the rows beyond are counted as dropped.
     dtype: computation and wire dtype of unquantised data ("bfloat16", "float16" or "float32").
@@ -155,10 +171,35 @@ class MoEConfig:
     dtype: str = "bfloat16"
 
     def __post_init__(self):
-        if self.quant == "auto":
-            object.__setattr__(self, "quant", QuantConfig(wire="fastest"))
+        if self.quant is None or self.quant == "auto":
+            object.__setattr__(self, "quant", QuantConfig(wire="auto" if self.quant is None else "fastest"))
+        if not isinstance(self.quant, QuantConfig):
+            raise ValueError(
+                f"quant={self.quant!r} is not a QuantConfig; give QuantConfig(activations=FORMAT, weights=FORMAT), "
+                "'auto' for a wire that is quantised where that is faster, or None."
+            )
+        if not isinstance(self.router, RouterConfig):
+            raise ValueError(f"router={self.router!r} is not a RouterConfig; RouterConfig() is softmax and top-k.")
         for field in ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok"):
             _positive(field, getattr(self, field))
+        if not _is_integer(self.shared_intermediate_size) or self.shared_intermediate_size < 0:
+            raise ValueError(
+                f"shared_intermediate_size={self.shared_intermediate_size!r} must be a positive integer, or 0 for no "
+                "shared expert."
+            )
+        if self.shared_gate and not self.shared_intermediate_size:
+            raise ValueError("shared_gate=True without a shared expert; give it a width with shared_intermediate_size.")
+        for field, sizes in (
+            ("weights", (self.hidden_size, self.intermediate_size)),
+            ("intermediate", (self.intermediate_size,)),
+        ):
+            name = getattr(self.quant, field)
+            if name is not None and FORMATS[name].bits == 4 and any(size % 2 for size in sizes):
+                raise ValueError(
+                    f"QuantConfig.{field}={name!r} keeps two values in a byte, and one of hidden_size="
+                    f"{self.hidden_size} and intermediate_size={self.intermediate_size} is odd. Use a format of 8 bits "
+                    "('mxfp8'), or pad the size."
+                )
         _choice("activation", self.activation, ("silu", "gelu", "gelu_tanh", "swiglu_oai"))
         _choice("dtype", self.dtype, ("bfloat16", "float16", "float32"))
         if self.num_experts_per_tok > self.num_experts:
@@ -175,17 +216,16 @@ class MoEConfig:
                     f"group_topk={self.router.group_topk} groups hold {eligible} experts, fewer than "
                     f"num_experts_per_tok={self.num_experts_per_tok}."
                 )
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(f"capacity_factor={self.capacity_factor} must be positive, or None for dropless.")
+        if self.capacity_factor is not None and not (_is_number(self.capacity_factor) and self.capacity_factor > 0):
+            raise ValueError(f"capacity_factor={self.capacity_factor!r} must be positive, or None for dropless.")
         if self.apply_router_weight_on_input and self.num_experts_per_tok != 1:
             raise ValueError(
                 "apply_router_weight_on_input=True is only defined for num_experts_per_tok=1, got "
                 f"{self.num_experts_per_tok}; apply the weights on the output instead."
             )
-        if self.hidden_size_unpadded is not None and not 0 < self.hidden_size_unpadded <= self.hidden_size:
-            raise ValueError(
-                f"hidden_size_unpadded={self.hidden_size_unpadded} must lie in 1..hidden_size={self.hidden_size}."
-            )
+        unpadded = self.hidden_size_unpadded
+        if unpadded is not None and not (_is_integer(unpadded) and 0 < unpadded <= self.hidden_size):
+            raise ValueError(f"hidden_size_unpadded={unpadded!r} must lie in 1..hidden_size={self.hidden_size}.")
 
     @property
     def jnp_dtype(self):

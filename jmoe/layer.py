@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS
 from pallas_kernels.quantize import QTensor, quantize_weights
 
 from . import compat
@@ -208,6 +209,10 @@ def build_moe(
         expert_axis = expert_axes[0]
     if token_axes is None:
         token_axes = axes
+    elif isinstance(token_axes, str):
+        token_axes = (token_axes,)
+    if len(set(expert_axes)) < len(expert_axes):
+        raise ValueError(f"expert_axis={expert_axis!r} names an axis twice; name each axis of the experts once.")
     unknown = [a for a in token_axes if a not in axes]
     if unknown:
         raise ValueError(
@@ -246,10 +251,16 @@ def build_moe(
             f"caps.local_kernels=True with expert_axis={expert_axis!r}: the kernel inside a host needs an axis that "
             "spans one host. Use a mesh with axes (hosts, ranks of a host) and pass both as expert_axis."
         )
-    if overlap_chunks < 1:
+    if not isinstance(overlap_chunks, int) or overlap_chunks < 1:
         raise ValueError(f"overlap_chunks={overlap_chunks} must be at least 1, which does not split the tokens.")
+    names = tuple(i.name for i in IMPLEMENTATIONS)
+    if implementation is not None and implementation not in names:
+        raise ValueError(
+            f"grouped_matmul has no implementation={implementation!r}; there are {', '.join(map(repr, names))}, or "
+            "None to choose."
+        )
     slots = -(-config.num_experts // num_ranks)
-    if num_local is not None and num_local < slots:
+    if num_local is not None and (not isinstance(num_local, int) or num_local < slots):
         raise ValueError(
             f"num_local={num_local} slots on each of {num_ranks} ranks do not hold {config.num_experts} experts; at "
             f"least {slots} are needed."

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jmoe import MoEConfig, RouterConfig, build_moe, init_params, moe, moe_local
+from jmoe import MoEConfig, QuantConfig, RouterConfig, build_moe, init_params, moe, moe_local
 from jmoe.compat import shard_map
 from jmoe.placement import placement_from_slots
 
@@ -63,6 +63,52 @@ def test_parameters_that_the_configuration_does_not_name_are_refused(config, cha
     assert trace(layer, params_with(config)) == (T, D)
     with pytest.raises(ValueError, match=message):
         trace(layer, params_with(config, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(hidden_size=64.0), "hidden_size must be a positive integer, got 64.0"),
+        (dict(quant="mxfp8"), r"quant='mxfp8' is not a QuantConfig; give QuantConfig\(activations="),
+        (dict(router="softmax"), "router='softmax' is not a RouterConfig"),
+        (dict(shared_intermediate_size=-1), "shared_intermediate_size=-1 must be"),
+        (dict(shared_intermediate_size=1.5), "shared_intermediate_size=1.5 must be"),
+        (dict(shared_gate=True), "shared_gate=True without a shared expert"),
+        (dict(hidden_size_unpadded=1.5), "hidden_size_unpadded=1.5 must lie"),
+        (dict(capacity_factor=float("inf")), "capacity_factor=inf must be positive, or None"),
+        (dict(capacity_factor="1"), "capacity_factor='1' must be positive"),
+        (dict(intermediate_size=17, quant=QuantConfig(intermediate="nvfp4")), "intermediate='nvfp4'.*17 is odd.*mxfp8"),
+        (dict(hidden_size=33, quant=QuantConfig(weights="mxfp4")), "weights='mxfp4'.*hidden_size=33.*odd"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_when_it_is_made(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(PLAIN, **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(activations=5), "activations=5 must be the name of a format"),
+        (dict(activations=["mxfp8"]), "activations=.*must be the name"),
+        (dict(intermediate="fp8_128x128"), "intermediate='fp8_128x128' is not known.*'fp8_128'"),
+        (dict(combine_wire="float32"), "combine_wire='float32'.*None.*or as 'mxfp8'"),
+        (dict(wire=None), "wire=None must be 'auto'"),
+        (dict(mx_alignment="a"), "mx_alignment='a' must be 0 or a multiple of 32"),
+    ],
+)
+def test_a_quantisation_that_cannot_be_is_refused_when_it_is_made(fields, message):
+    with pytest.raises(ValueError, match=message):
+        QuantConfig(**fields)
+
+
+def test_small_conveniences_of_the_configuration():
+    assert dataclasses.replace(PLAIN, quant=None).quant == QuantConfig()
+    assert MoEConfig(np.int64(D), F, E, K, dtype="float32") == PLAIN
+    with pytest.raises(ValueError, match="scaling=nan must be"):
+        RouterConfig(scaling=float("nan"))
+    with pytest.raises(ValueError, match="wire='zzz' is not known; choose one of 'auto'"):
+        layer_of(dataclasses.replace(PLAIN, quant=QuantConfig(wire="zzz")), MANY)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "float8_e4m3fn"])

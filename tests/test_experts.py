@@ -287,7 +287,7 @@ def test_the_shared_expert_is_a_gated_mlp_with_an_optional_gate(rng):
     config = make_config(dtype="float32")
     everyone = dense(x, jnp.zeros((N, 1), jnp.int32), jnp.ones((N, 1)), params, config)
     assert relative(shared_expert(x, params.gate_up[0], params.down[0], config), everyone) < 2e-6
-    gated = dataclasses.replace(config, shared_gate=True)
+    gated = dataclasses.replace(config, shared_intermediate_size=F, shared_gate=True)
     expected = everyone * jax.nn.sigmoid(x @ gate)[:, None]
     assert relative(shared_expert(x, params.gate_up[0], params.down[0], gated, gate=gate), expected) < 2e-6
     for c, g in ((config, gate), (gated, None)):

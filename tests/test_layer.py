@@ -295,6 +295,10 @@ def test_nixl_rank_mask_is_data_and_does_not_retrace():
         (dict(mesh=(("dp", "ep"), (2, 4)), token_axes=("dp",)), "not among token_axes.*Add it"),
         (dict(mesh=(("dp",), (4,)), backend="nvlink_two_sided"), "has .'dp',.*expert_axis, or use backend='local'"),
         (dict(mesh=(("ep",), (4,)), num_local=1), "num_local=1 slots.*at least 2"),
+        (dict(mesh=(("ep",), (4,)), num_local=2.5), "num_local=2.5 slots.*at least 2"),
+        (dict(mesh=(("ep",), (4,)), overlap_chunks=1.5), "overlap_chunks=1.5 must be at least 1"),
+        (dict(mesh=(("ep",), (4,)), implementation="cuda"), "no implementation='cuda'; there are .*'portable'"),
+        (dict(mesh=(("ep",), (4,)), expert_axis=("ep", "ep")), "names an axis twice"),
         (dict(mesh=(("ep",), (4,)), backend="local"), "'local' was asked to serve 4 ranks"),
     ],
 )
@@ -302,6 +306,10 @@ def test_F47_refusals_come_before_tracing_and_say_what_to_do(options, message):
     names, shape = options.pop("mesh")
     with pytest.raises(ValueError, match=message):
         build_moe(CONFIG, mesh=mesh_of(shape, names), **options)
+
+
+def test_one_token_axis_may_be_a_name():
+    assert build_moe(CONFIG, mesh=mesh_of((4,)), token_axes="ep").token_axes == ("ep",)
 
 
 def test_wrong_shapes_are_refused_with_the_shape_that_is_right():

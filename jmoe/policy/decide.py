@@ -16,7 +16,7 @@ from pallas_kernels.quantize.formats import FORMATS
 from ..backends import get_backend
 from ..backends.engine import MAX_RANKS
 from ..caps import LINKS, DeviceCaps
-from ..config import MoEConfig, QuantConfig
+from ..config import QUANT_ALIASES, MoEConfig, QuantConfig
 from . import table
 from .measured import against_nccl
 from .names import activation_format
@@ -131,6 +131,7 @@ def decide(
     if backend != "auto":
         return _decide(config, get_backend(backend).name, num_ranks, caps, experts, options)
     _check_activations(config)
+    _check_wire(config)
     reasons = []
     for name, why in candidates(config, num_ranks=num_ranks, tokens=tokens, caps=caps):
         try:
@@ -290,8 +291,7 @@ def _decide(
         raise ValueError(
             f"Experts {experts.name!r} want unquantised inputs and quantise them to {name!r} themselves, and backend "
             f"{row.name!r} quantises in its dispatch or right after it and cannot leave that to them. Backends that "
-            f"can: "
-            f"{able}. Use one of those, or experts that take {name!r} as it arrives."
+            f"can: {able}. Use one of those, or experts that take {name!r} as it arrives."
         )
     if defer and quant.wire in FORMATS:
         assert experts is not None
@@ -361,8 +361,7 @@ def _check_format(row: BackendRow, name: str | None, config: MoEConfig) -> None:
         kind = "is not a format that jmoe has" if name not in FORMATS else "is a format of weights, not of activations"
         raise ValueError(
             f"Backend {row.name!r} was asked for activations in quant dtype {name!r}, which {kind}. {takes}. Choose "
-            f"one "
-            f"of those; {elsewhere} every activation format that there is."
+            f"one of those; {elsewhere} every activation format that there is."
         )
     if family(name) not in row.rules:
         because = table.REFUSAL_REASONS.get((row.name, family(name)))
@@ -385,6 +384,13 @@ def _check_activations(config: MoEConfig) -> None:
             f"{', '.join(table.ACTIVATION_FORMATS)}. Choose one of those, or None for unquantised."
         )
     _check_block(name, config, f"activations={name!r}")
+
+
+def _check_wire(config: MoEConfig) -> None:
+    """Refuse a name that nothing has, before "auto" asks each backend."""
+    wire, known = config.quant.wire, ("auto", "fastest", *FLOAT_WIRES, *table.ACTIVATION_FORMATS)
+    if wire not in (*known, *FORMATS, *QUANT_ALIASES):
+        raise ValueError(f"wire={wire!r} is not known; choose one of {', '.join(map(repr, known))}.")
 
 
 def _check_block(name: str, config: MoEConfig, asked: str) -> None:
