@@ -183,6 +183,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def layer_config(args: argparse.Namespace):
     """The MoEConfig that the arguments of `explain` describe. ValueError says what is missing."""
+    from .checkpoint.schemes import scheme_from_config
     from .config import MoEConfig, QuantConfig, from_hf
     from .shapes import SHAPES, get_shape
 
@@ -195,6 +196,7 @@ def layer_config(args: argparse.Namespace):
         "capacity_factor": args.capacity_factor,
     }
     given = {k: v for k, v in sizes.items() if v is not None}
+    weights = args.weights
     if args.model is None:
         missing = [flag for flag in ("hidden", "intermediate", "experts", "top_k") if getattr(args, flag) is None]
         if missing:
@@ -214,11 +216,15 @@ def layer_config(args: argparse.Namespace):
                 f"{args.model!r} is neither a file, nor a folder with a config.json, nor a named shape; named shapes "
                 f"are {', '.join(SHAPES)}."
             )
-        config = dataclasses.replace(from_hf(_read_json(path)), **given)
+        described = _read_json(path)
+        config = dataclasses.replace(from_hf(described), **given)
+        stored = scheme_from_config(described, None, str(path.parent)).kind
+        if weights is None and stored is not None:
+            weights = stored.format
     auto = args.quant == "auto"
     quant = {
         "activations": None if auto else args.quant,
-        "weights": args.weights,
+        "weights": weights,
         "wire": args.wire or ("fastest" if auto else None),
         "combine_wire": args.combine_wire,
         "mx_alignment": args.mx_alignment,
@@ -425,6 +431,10 @@ def _bench(args: argparse.Namespace) -> int:
     with _progress(console) as bar:
         watch = _Watch(bar, keep=save)
         records = module.tune(watch) if args.tune else module.run(args.smoke, watch, **how)
+    if args.only is not None and not records:
+        raise ValueError(
+            f"bench {args.name} has no figure that --only {args.only!r} fits; leave it out to see them all."
+        )
     environment = common.environment()
     records = [dataclasses.replace(r, environment=environment) for r in records]
     where = f"{environment['num_devices']} x {environment['device_kind']}, JAX {environment['jax']}"

@@ -103,6 +103,19 @@ def test_explain_a_config_json_or_its_folder(capsys, tmp_path):
         assert status == 0 and "D 64, F 128, 8 experts, top 2" in out and "wire='mxfp8' was asked for" in out
 
 
+def test_explain_reads_from_config_json_what_the_weights_are_kept_in(capsys, tmp_path):
+    config = {"model_type": "mixtral", "hidden_size": 256, "intermediate_size": 128, "num_local_experts": 8,
+              "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, out, _ = run(capsys, "explain", str(tmp_path), "--machine", "h200")
+    assert status == 0 and "weights E2M1 values, E8M0 scale per 32" in " ".join(out.split())
+    status, out, _ = run(capsys, "explain", str(tmp_path), "--machine", "h200", "--weights", "none")
+    assert status == 0 and "weights bfloat16, unquantised" in " ".join(out.split())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    status, _, err = run(capsys, "explain", str(tmp_path))
+    assert status == 2 and "quant_method='awq' is not supported" in " ".join(err.split())
+
+
 def test_explain_as_json(capsys):
     assert cli.main(["explain", "tiny", "--machine", "h200", "--devices", "2", "--quant", "fp8", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -237,6 +250,9 @@ def test_bench_only_reaches_a_module_that_can_choose_and_is_refused_by_others(ca
     assert run(capsys, "bench", "quantize", "--only", "^mx.*64$")[0] == 0
     assert common.wanted(asked[0], "mxfp8", "16x64") and not common.wanted(asked[0], "nvfp4", "16x64")
     assert "not a regular expression" in run(capsys, "bench", "quantize", "--only", "(")[2]
+    toy.run = lambda smoke, progress, *, only=None: []
+    status, _, err = run(capsys, "bench", "quantize", "--only", "zzz")
+    assert status == 2 and "has no figure that --only 'zzz' fits" in err
 
 
 def test_bench_compare(capsys, tmp_path):

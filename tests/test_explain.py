@@ -145,6 +145,8 @@ def test_the_text_says_why_others_refuse_and_what_they_would_gain():
     assert "QuantConfig(wire='mxfp8') would make the rows 1.93 x smaller" in plain and "It pays here" in plain
     small = " ".join(str(explained(tokens=32)).split())
     assert "It does not pay here: break-even is about 4 MB" in small and "combine_wire" not in small
+    unlinked = " ".join(str(explained(tokens=8192, caps=dataclasses.replace(HOPPER, link="host"))).split())
+    assert "Whether it pays here was not measured: break-even is about 4 MB for each rank on NVLink" in unlinked
     hosts = " ".join(str(explained(tokens=64, caps=dataclasses.replace(HOPPER, link="network"))).split())
     assert "It pays here: break-even is about 64 tokens" in hosts
     hosts = " ".join(str(explained(tokens=512, caps=dataclasses.replace(HOPPER, link="network"))).split())

@@ -16,7 +16,8 @@ from .common import Record
 NOT_MEANINGFUL = "(*) this run says nothing about speed: tiny shapes, or a device that stands in for another."
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A figure for people: four digits, and thousands apart where there are more; "-" for none."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
@@ -69,11 +70,11 @@ def table(records: Sequence[Record], *, title: str) -> Table:
         out.add_row(
             r.name,
             r.case,
-            "-" if r.value is None else f"{_number(r.value)}{unit}{'' if r.meaningful else ' (*)'}",
+            "-" if r.value is None else f"{number(r.value)}{unit}{'' if r.meaningful else ' (*)'}",
             duration(r.seconds),
-            "-" if r.ceiling is None else f"{_number(r.ceiling)}{ceilings.mark(r.ceiling_name)}",
+            "-" if r.ceiling is None else f"{number(r.ceiling)}{ceilings.mark(r.ceiling_name)}",
             "-" if share is None else _short(share),
-            "-" if r.peer is None else f"{_number(r.peer)}{peers.mark(r.peer_name)}",
+            "-" if r.peer is None else f"{number(r.peer)}{peers.mark(r.peer_name)}",
             "-" if times is None else f"{times:.2f} x",
             "-" if r.error is None else f"{r.error:.2g}{errors.mark(r.error_name)}",
             style="" if r.meaningful else "dim",
@@ -90,7 +91,7 @@ def lines(records: Sequence[Record], *, title: str) -> Text:
     """The same for narrow terminals: what was measured on one line, its figures on the next."""
     out = Text(f"{title}\n", style="")
     for r in records:
-        parts = ["-" if r.value is None else f"{_number(r.value)} {r.unit}{'' if r.meaningful else ' (*)'}"]
+        parts = ["-" if r.value is None else f"{number(r.value)} {r.unit}{'' if r.meaningful else ' (*)'}"]
         if r.seconds is not None:
             parts.append(duration(r.seconds))
         if r.share is not None:
@@ -158,8 +159,8 @@ def compare_table(changes: Sequence[Change], *, title: str) -> Table:
         out.add_row(
             c.name,
             c.case,
-            f"{_number(c.before)} {c.unit}",
-            f"{_number(c.after)} {c.unit}",
+            f"{number(c.before)} {c.unit}",
+            f"{number(c.after)} {c.unit}",
             "-" if c.gain is None else f"{c.gain:.2f} x as good",
             c.verdict,
             style=colours.get(c.verdict, ""),

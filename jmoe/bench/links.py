@@ -275,7 +275,7 @@ def plot(records: list[Record], path: str | Path) -> None:
         image = load.busy[: steps * step].reshape(steps, step, shown).mean(axis=1).T
         extent = (0, turn * load.turns, shown - 0.5, -0.5)
         shades = ax.imshow(image, aspect="auto", cmap="viridis", vmin=0, vmax=1, extent=extent, interpolation="nearest")
-        ax.set(xlim=(0, end), xlabel="us", ylabel="receiver")
+        ax.set(xlim=(0, end), xlabel="us", ylabel="receiver", facecolor=shades.cmap(0.0))  # idle after the last row
         ax.set_title(ORDERS[order], fontsize=10)
     fig.colorbar(shades, ax=axes[1], label="its link carries a row", fraction=0.025)
     for ax in axes[0]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .common import Record
+from .compare import number
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#e0a030", "#6a4c93", "#3aa6a0", "#8c564b", "#7f7f7f", "#b5651d", "#444444")
 COLOURS += ("#c71585", "#94b447", "#5b8ff9")
@@ -62,7 +63,7 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
             assert r.value is not None
             inside = r.value > 0.2 * widest  # where neither the bar's end nor a ceiling's mark crosses the digits
             place = {"xytext": (-4, 0), "ha": "right", "color": "white"} if inside else {"xytext": (4, 0)}
-            ax.annotate(f"{r.value:.4g}", (r.value, y), textcoords="offset points", va="center", fontsize=8, **place)
+            ax.annotate(number(r.value), (r.value, y), textcoords="offset points", va="center", fontsize=8, **place)
         ax.set_yticks(list(ys), [f"{r.name}  {r.case}" for r in group], fontsize=8)
         ax.invert_yaxis()
         better = "less is better" if group[0].lower_is_better else "more is better"
@@ -146,7 +147,7 @@ def _panel(ax, records: Sequence[Record], x: str, label, dashed, colours: dict[s
     if log_y:
         ax.set_yscale("log")
     else:
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(0, 1.05 * ax.get_ylim()[1])  # room for the uppermost marker, whose values may lie far from 0
     ax.grid(alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)
 

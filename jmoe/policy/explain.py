@@ -241,17 +241,19 @@ def _advice(config: MoEConfig, chosen: Alternative, num_ranks: int, tokens: int,
         if usable:
             saved = chosen.row.total / row_bytes(config, usable[0]).total
             sent = chosen.dispatch_bytes
-            network = caps.link == "network"
-            pays = tokens >= table.COMPRESSION_PAYS_TOKENS_NETWORK if network else sent >= table.COMPRESSION_PAYS_BYTES
-            limit = (
-                f"about {table.COMPRESSION_PAYS_TOKENS_NETWORK} tokens for each rank between hosts"
-                if network
-                else f"about {table.COMPRESSION_PAYS_BYTES / 1e6:.0f} MB for each rank on NVLink"
-            )
+            where = {
+                "network": f"about {table.COMPRESSION_PAYS_TOKENS_NETWORK} tokens for each rank between hosts",
+                "nvlink": f"about {table.COMPRESSION_PAYS_BYTES / 1e6:.0f} MB for each rank on NVLink",
+            }
+            pays = {
+                "network": tokens >= table.COMPRESSION_PAYS_TOKENS_NETWORK,
+                "nvlink": sent >= table.COMPRESSION_PAYS_BYTES,
+            }.get(caps.link)
+            does = "Whether it pays here was not measured" if pays is None else "It pays" if pays else "It does not pay"
+            here = "" if pays is None else " here"
             advice.append(
                 f"QuantConfig(wire={usable[0]!r}) would make the rows {saved:.2f} x smaller, with a quantisation "
-                f"error. "
-                f"It {'pays' if pays else 'does not pay'} here: break-even is {limit}, and this layer sends "
+                f"error. {does}{here}: break-even is {where.get(caps.link, where['nvlink'])}, and this layer sends "
                 f"{tokens} tokens, {sent / 1e6:.3g} MB."
             )
     between_hosts = num_ranks > 1 and caps.link == "network"
