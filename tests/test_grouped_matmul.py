@@ -256,6 +256,8 @@ def test_arguments_that_do_not_fit_are_refused_with_what_would():
     for message, call in (
         (r"same K.*transpose w", lambda: grouped_matmul(x, jnp.ones((2, 128, 4)), sizes)),
         (r"must be \[2\].*group_offset", lambda: grouped_matmul(x, w, jnp.ones((3,), jnp.int32))),
+        (r"2 weights and group_sizes of float32", lambda: grouped_matmul(x, w, jnp.ones((2,)))),
+        (r"0 weights and.*one weight or more", lambda: grouped_matmul(x, w[:0], sizes[:0])),
         (r"swizzled.*unswizzle_scales", lambda: grouped_matmul(swizzled, w, sizes)),
         (r"fp8_128x128.*scale for each row", lambda: grouped_matmul(tiles, w, sizes)),
         (r"QTensor x of the same shape", lambda: grouped_matmul(x, w, sizes, straight_through=x)),

@@ -429,6 +429,8 @@ def test_errors_say_what_is_wrong_and_what_to_do():
         (lambda: quantize(jnp.ones((2, 15)), "nvfp4"), "odd number"),
         (lambda: quantize_weights(jnp.ones((2, 3, 4)), "nvfp4", scale_axes=(1,)), "leading axes"),
         (lambda: swizzle_scales(jnp.ones((2, 2), jnp.float32)), "one-byte"),
+        (lambda: dequantize(jnp.ones((2, 32)), jnp.float32), "takes a QTensor"),
+        (lambda: dequantize(quantize(jnp.ones((2, 32)), "mxfp8"), jnp.int32), "floats.*int32"),
         (lambda: unswizzle_scales(jnp.zeros(512, jnp.uint8), (200, 5)), "bytes"),
     ):
         with pytest.raises(ValueError, match=words):

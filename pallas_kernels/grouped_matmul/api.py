@@ -232,6 +232,12 @@ def grouped_matmul(
             f"grouped_matmul got x {x.shape} and w {w.shape}; it takes x [M, K] and w [G, N, K] with the same K (both "
             "contract their last axis): transpose w if it is [G, K, N]."
         )
+    group_sizes = jnp.asarray(group_sizes)
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer) or w.shape[0] == 0:
+        raise ValueError(
+            f"grouped_matmul got {w.shape[0]} weights and group_sizes of {group_sizes.dtype}; it takes one weight or "
+            "more and an integer for each, its number of rows."
+        )
     if group_sizes.ndim != 1 or (group_offset is None and group_sizes.shape[0] != w.shape[0]):
         raise ValueError(
             f"group_sizes has shape {group_sizes.shape} for {w.shape[0]} weights; it must be [{w.shape[0]}], or any "

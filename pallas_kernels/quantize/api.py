@@ -222,8 +222,12 @@ def quantize_rows(
 def dequantize(q: QTensor, dtype=jnp.bfloat16, *, implementation: str | None = None) -> jax.Array:
     """The array [..., k] of `dtype` that q stands for, rounded once from float32.
 
-    Raises ValueError for an implementation that cannot do it.
+    Raises ValueError for what is no QTensor, a dtype that is no float, or an implementation that cannot do it.
     """
+    if not isinstance(q, QTensor):
+        raise ValueError(f"dequantize got a {type(q).__name__}; it takes a QTensor, as quantize returns it.")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dequantize gives floats, such as bfloat16, and was asked for {jnp.dtype(dtype)}.")
     fmt, why = q.format, None
     if fmt.block_rows > 1:
         why = f"{fmt.name!r} shares scales between rows"
