@@ -48,6 +48,15 @@ def special_rows(m):
     return [np.arange(start, m, 41) for start in (3, 11, 17, 23, 31)]
 
 
+def assert_close(q, expected):
+    """Scales agree to 1e-5, and less than one code in a thousand is off, by one step."""
+    np.testing.assert_allclose(q.block_scale, expected.block_scale, rtol=1e-5)
+    bits = (np.asarray(a.data).view(np.uint8).astype(int) for a in (q, expected))
+    codes = [np.where(b >= 128, 128 - b, b) for b in bits]  # in the order of their values
+    steps = np.abs(codes[0] - codes[1])
+    assert steps.max() <= 1 and np.mean(steps) < 1e-3
+
+
 def assert_quantised(q, product, rows, fmt):
     """The first `rows` rows of q are those of `product` quantised to fmt, bit for bit."""
     expected = quantize(jnp.asarray(product), fmt, implementation="reference")
