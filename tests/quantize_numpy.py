@@ -46,6 +46,12 @@ class Numpy:
 
     fmin, fmax = staticmethod(np.fmin), staticmethod(np.fmax)
 
+    def exp2_approx(self, a):
+        return np.exp2(a, dtype=np.float32)
+
+    def rcp_approx(self, a):
+        return self.rcp(a)
+
     def umax(self, a, b):
         return U(np.maximum(a, b))
 

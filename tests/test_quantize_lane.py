@@ -107,3 +107,18 @@ def test_one_threads_nvfp4_block_and_row_scale_equal_the_reference(index, kind, 
     np.testing.assert_array_equal(params.stored, np.asarray(q.global_scale))
     np.testing.assert_array_equal(scales.reshape(-1, 4), np.asarray(q.block_scale).view(np.uint8))
     np.testing.assert_array_equal(codes.reshape(-1, 32), np.asarray(q.data))
+
+
+@pytest.mark.parametrize("kind", ["silu", "swiglu_oai"])
+def test_the_gated_product_of_one_thread_is_the_formula_and_keeps_nan(kind):
+    values = np.float32([-np.inf, -1e30, -90, -7.5, -1, -1e-30, 0, 0.3, 6.9, 7.1, 88, 1e30, np.inf, np.nan])
+    gate, up = (a.reshape(-1) for a in np.meshgrid(values, values))
+    with np.errstate(all="ignore"):
+        got = lane.swiglu(O, gate, up, kind, 1.702, 7.0)
+    if kind == "silu":
+        want = jax.nn.silu(gate) * up
+    else:
+        clipped = jnp.minimum(gate, 7.0)
+        want = clipped * jax.nn.sigmoid(1.702 * clipped) * (jnp.clip(up, -7.0, 7.0) + 1)
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-35)

@@ -303,8 +303,9 @@ def encode_unit(o, words, dtype: str, values, lanes: int, nv: NvScale | None, fm
 def swiglu(o, gate, up, activation: str, alpha: float, limit: float):
     """act(gate) * up in float32. "silu", or "swiglu_oai": clip(g) * sigmoid(alpha*g) * (clip(u) + 1)."""
     if activation == "swiglu_oai":
-        gate = o.fmin(gate, o.F(limit))
-        up = o.fmax(o.fmin(up, o.F(limit)), o.F(-limit)) + o.F(1.0)
+        low, high = o.F(-limit), o.F(limit)  # by selects, because fmin and fmax lose a NaN
+        gate = o.where(high < gate, high, gate)
+        up = o.where(up < low, low, o.where(high < up, high, up)) + o.F(1.0)
     else:
         alpha = 1.0
     sigmoid = o.rcp_approx(o.exp2_approx(gate * o.F(-alpha * 1.4426950408889634)) + o.F(1.0))
