@@ -178,6 +178,14 @@ def test_swiglu_then_quantise_agrees_with_the_reference(fmt, activation):
     assert steps.mean() < 0.01
 
 
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_a_nan_of_gate_or_up_marks_its_block(activation):
+    x = jax.random.normal(jax.random.key(0), (64, 2 * 768), jnp.float32).astype(jnp.bfloat16)
+    x = x.at[3, 5].set(jnp.nan).at[9, 768 + 700].set(jnp.nan)
+    q = jax.jit(lambda x: swiglu_quantize(x, "fp8_128", activation=activation, implementation=KERNEL))(x)
+    np.testing.assert_array_equal(np.argwhere(np.isnan(q.block_scale)), [[3, 0], [9, 5]])
+
+
 @pytest.mark.parametrize("fmt", ["mxfp8", "fp8_128", "nvfp4", "nvfp4_token", "mxfp4"])
 def test_packed_rows_equal_the_concatenated_parts(fmt):
     spec, k = FORMATS[fmt], 2048 + 128
