@@ -42,13 +42,6 @@ class Machine(Numpy):
         fn()
         self.active = before
 
-    def pack_half(self, low, high, half):
-        import ml_dtypes
-
-        dtype = ml_dtypes.bfloat16 if half == "bf16" else np.float16
-        bits = [np.asarray(v, np.float32).astype(dtype).view(np.uint16).astype(np.uint32) for v in (low, high)]
-        return U(bits[0] | bits[1] << 16)
-
     def exp2_approx(self, a):
         return np.exp2(a).astype(np.float32)
 

@@ -86,6 +86,9 @@ class Numpy:
     def and_or(self, a, b, c):
         return (a & b) | c
 
+    def select_bits(self, mask, a, b):
+        return (a & mask) | (b & (mask ^ 0xFFFFFFFF))
+
     def mad(self, a, b, c):
         return a * U(b) + c
 
@@ -119,6 +122,16 @@ class Numpy:
             ((np.asarray(a) >> s) & 0xFF).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
             for s in (0, 8)
         )
+
+    def pack_half(self, low, high, half):
+        dtype = ml_dtypes.bfloat16 if half == "bf16" else np.float16
+        bits = [np.asarray(v, np.float32).astype(dtype).view(np.uint16).astype(np.uint32) for v in (low, high)]
+        return U(bits[0] | bits[1] << 16)
+
+    def mul2(self, a, b):
+        halves = [np.asarray((np.asarray(a) >> s) & 0xFFFF, np.uint16).view(np.float16) for s in (0, 16)]
+        low, high = ((h * np.float16(b)).view(np.uint16).astype(np.uint32) for h in halves)
+        return U(low | high << 16)
 
     def hidden_zero(self):
         return U(0)

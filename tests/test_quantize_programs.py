@@ -29,7 +29,7 @@ KERNEL = "mosaic_sm90"
 def on_the_host(monkeypatch):
     quantize_emulator.install(monkeypatch)
     monkeypatch.setattr(api, "kernel_obstacle", lambda *_: None)
-    monkeypatch.setattr(api, "_pick", lambda how, why, kernel, plain, args, *_: (plain if how else kernel)(args))
+    monkeypatch.setattr(api, "_pick", lambda how, why, kernel, plain, args, *_, **__: (plain if how else kernel)(args))
 
 
 @functools.partial(jax.jit, static_argnames=("fmt", "alignment", "layout"))

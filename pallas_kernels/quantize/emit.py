@@ -230,6 +230,10 @@ class Ops:
         """(a & b) | c."""
         return U(_asm([_i32()], [a, U(b), c], "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r")[0])
 
+    def select_bits(self, mask: int, a: U, b: U) -> U:
+        """Bits of a where mask has ones, of b elsewhere."""
+        return U(_asm([_i32()], [U(mask), a, b], "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r")[0])
+
     def mad(self, a: U, b: int | U, c: U) -> U:
         """a * b + c."""
         b = b if isinstance(b, U) else U(b)
@@ -275,6 +279,11 @@ class Ops:
     def pack_half(self, low: F, high: F, half: str) -> U:
         """Two float32 rounded to bf16 or f16 and packed."""
         return U(_asm([_i32()], [low, high], f"cvt.rn.{half}x2.f32 $0, $2, $1;", "=r,f,f")[0])
+
+    def mul2(self, a: U, b: float) -> U:
+        """The two float16 of a times the constant b; subnormals are kept."""
+        pair = struct.unpack("<H", struct.pack("<e", b))[0] * 0x10001
+        return U(_asm([_i32()], [a, U(pair)], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r")[0])
 
     def shuffle_xor(self, a: U, mask: int) -> U:
         text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;"

@@ -35,6 +35,16 @@ def to_floats(o, words, dtype: str):
     return [f for w in words for f in (o.float(w << 16), o.float(w & 0xFFFF0000))]
 
 
+def packed_max(o, words, dtype: str):
+    """Word of two 16-bit values, the larger magnitude of which is that of all in `words`; a NaN wins."""
+    parts = list(words)
+    while len(parts) > 1:
+        parts = [
+            o.absmax2(*parts[i : i + 2], dtype) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)
+        ]
+    return parts[0]
+
+
 def amax_bits(o, words, dtype: str):
     """float32 bits of the largest magnitude; above INF where there is a NaN."""
     if dtype == "f32":
@@ -42,13 +52,7 @@ def amax_bits(o, words, dtype: str):
         for w in words[1:]:
             top = o.umax(top, w & ABS)
         return top
-    if len(words) > 1:
-        parts = list(words)
-        while len(parts) > 1:
-            parts = [o.absmax2(*parts[i : i + 2], dtype) for i in range(0, len(parts), 2)]
-        top = parts[0]
-    else:
-        top = words[0]
+    top = packed_max(o, words, dtype)
     if dtype == "bf16":
         return o.absmax2(top, o.prmt(top, top, 0x1032), dtype) & 0x7FFF0000
     low, high = (top << 16) & 0x7FFF0000, top & 0x7FFF0000
@@ -143,9 +147,11 @@ class NvScale:
 
     shift: float32 2^e with which x moves. encode: S'. sixth: S' * fl(1/6). decode: g'. amax: amax * 2^e (4-over-6).
     hidden: 0 in a form that the assembler does not know, for constants that are better kept in registers (4-over-6).
+    plain: S and g as they are.
     """
 
     def __init__(self, o, encode, decode, amax_g, *, four_over_six: bool):
+        self.plain = encode, decode
         moved = (o.bits(encode) >> 23) - 135  # e, modulo 2^32
         self.shift = o.float((moved + 127) << 23)
         self.encode = o.float(o.bits(encode) - (moved << 23))
@@ -204,27 +210,14 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     1e-4 s^2, and so is the one that the specified order of operations gives. Where it is smaller than DOUBT * s^2, or a
     value saturates or is not a number, that order is followed; one block in 1500 of normal data needs it.
     """
-    moved = o.fmin(top * nv.shift, o.F(2.0**60))
-    base = o.div_constant(moved, 6.0) * nv.encode
-    both = o.e4m3x2(base, base * o.F(1.5))
-    six, four = o.e4m3x2_to_float(both)
+    both, six, four, moved = _two_scales(o, top, nv)
 
-    def specified():
+    def as_specified():
         values = to_floats(o, [o.opaque(w) for w in words], dtype)  # nothing of this may be moved into the quick way
-
-        def candidate(i, best):
-            first = i.same(o.U(0))
-            rounded, error = _specified_candidate(o, values, o.where(first, six, four), nv, rule)
-            better = first | (error < o.float(best[3]))
-            found = [*e2m1_words(o, rounded), o.where(first, both, both >> 8), o.bits(error)]
-            return [o.where(better, a, b) for a, b in zip(found, best, strict=True)]
-
-        *codes, scale, _ = o.loop(2, [o.U(0)] * 4, candidate)
-        nan = o.bits(top) >= o.U(INF)
-        return [*(o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)), o.where(nan, o.U(0x7F), scale)]
+        return _specified(o, lambda: values, words, dtype, top, (both, six, four), nv, rule)
 
     if rule.error != "mse" or dtype == "f32":
-        *codes, scale = specified()
+        *codes, scale = as_specified()
         return codes, scale
     exponent = o.bits(moved) >> 23
     four_rho = nv.encode * o.float((exponent - 13) << 23)
@@ -264,8 +257,39 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
     fits = top * factors[0] < o.F(7.0)
     map_to_four = difference < o.F(0.0)
     codes = signed(o, [o.where(map_to_four, b, a) for a, b in zip(*packed, strict=True)], words, dtype)
-    *codes, scale = o.rarely(doubt | ~fits, specified, [*codes, o.where(map_to_four, both >> 8, both)])
+    *codes, scale = o.rarely(doubt | ~fits, as_specified, [*codes, o.where(map_to_four, both >> 8, both)])
     return codes, scale
+
+
+def _two_scales(o, top, nv: NvScale):
+    """(codes of the scales that map to 6 and to 4, their values, the moved maximum)."""
+    moved = o.fmin(top * nv.shift, o.F(2.0**60))
+    base = o.div_constant(moved, 6.0) * nv.encode
+    both = o.e4m3x2(base, base * o.F(1.5))
+    return both, *o.e4m3x2_to_float(both), moved
+
+
+def specified(o, words, dtype: str, top, nv: NvScale, rule):
+    """[two words of codes, scale code] of the better candidate, in the specified order of operations."""
+    *scales, _ = _two_scales(o, top, nv)
+    # Unpacked in each round of its loop, for want of registers.
+    return _specified(o, lambda: to_floats(o, [o.opaque(w) for w in words], dtype), words, dtype, top, scales, nv, rule)
+
+
+def _specified(o, unpacked, words, dtype: str, top, scales, nv: NvScale, rule):
+    both, six, four = scales
+
+    def candidate(i, best):
+        values = unpacked()
+        first = i.same(o.U(0))
+        rounded, error = _specified_candidate(o, values, o.where(first, six, four), nv, rule)
+        better = first | (error < o.float(best[3]))
+        found = [*e2m1_words(o, rounded), o.where(first, both, both >> 8), o.bits(error)]
+        return [o.where(better, a, b) for a, b in zip(found, best, strict=True)]
+
+    *codes, scale, _ = o.loop(2, [o.U(0)] * 4, candidate)
+    nan = o.bits(top) >= o.U(INF)
+    return [*(o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)), o.where(nan, o.U(0x7F), scale)]
 
 
 def _specified_candidate(o, values, s, nv: NvScale, rule):

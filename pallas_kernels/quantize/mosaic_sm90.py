@@ -20,7 +20,9 @@ chain.
 
 At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
 instructions for a value and 4-over-6 21. That is what limits it: 84 % of the issue slots of busy multiprocessors are
-taken (Nsight Compute; the arithmetic units are at 59 % at most), and loading the next unit early gained 3 %.
+taken (Nsight Compute; the arithmetic units are at 59 % at most), and loading the next unit early gained 3 %. A block of
+16 takes 339 there and 324 with a scale per token (and 26 for its share of the row's maximum); as in `four_over_six`,
+which has yet to run on a GPU, 270 and 268 (and 23).
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import lane
+from . import four_over_six, lane
 from .emit import Ops, P, Pointer, U
 from .formats import BlockFormat
 from .packed import Packed
@@ -66,6 +68,7 @@ class Task:
     columns: Kp. row_stride: values between rows of x. gather: source rows come from an index array. activation: None,
     or the values are act(x[:, :k]) * x[:, k:2k]. counted: a row count is an operand. scale_rows: rows that share a
     tensor-wide scale; from_data: it comes from the maximum. count_scale: rows for each counted row.
+    halves: 4-over-6 as in `four_over_six`.
     """
 
     fmt: BlockFormat
@@ -85,6 +88,7 @@ class Task:
     scale_rows: int = 0
     from_data: bool = False
     count_scale: int = 1
+    halves: bool = False
     tuning: Tuning = Tuning()
 
     @property
@@ -251,7 +255,8 @@ class _Io:
 def _quantize_unit(o: Ops, io: _Io, row: U, unit: U, loaded, nv: lane.NvScale | None):
     """Scale, round and store one unit."""
     words, kind, values = io.values(loaded)
-    out, scale = lane.encode_unit(o, words, kind, values, io.task.lanes, nv, io.task.fmt)
+    encode_unit = four_over_six.encode_unit if io.task.halves else lane.encode_unit
+    out, scale = encode_unit(o, words, kind, values, io.task.lanes, nv, io.task.fmt)
     io.store_data(row, unit, out)
     io.store_scale(row, unit, scale)
 
@@ -297,6 +302,33 @@ def _stream(o: Ops, task: Task, refs: dict):
     o.loop(pl.cdiv(last + 1, step), [flat, *load(flat)], one)
 
 
+def _stream_two(o: Ops, task: Task, refs: dict):
+    """`_stream` with two units in a round of its loop, so that no word has to change its register.
+
+    The last unit of all is done again where there is no first one left; a second one is left out.
+    """
+    io, tune = _Io(o, task, refs, full=True), task.tuning
+    total, step = task.all_rows * task.units, tune.threads * tune.grid
+    common = io.nv_scale(U(0))
+
+    def place(flat: U) -> tuple[U, U]:
+        return flat // task.units, flat % task.units
+
+    def two(_, carried: list[U]) -> list[U]:
+        flat, *words = carried
+        second = flat + step
+        (after,) = io.load(*place(o.umin(second, U(total - 1))))
+        _quantize_unit(o, io, *place(flat), [words], common)
+        ahead = o.umin(second + step, U(total - 1))
+        (words,) = io.load(*place(ahead))
+        o.when(second < U(total), lambda: _quantize_unit(o, io, *place(second), [after], common))
+        return [ahead, *words]
+
+    flat = o.umin(o.block() * tune.threads + o.thread(), U(total - 1))
+    (words,) = io.load(*place(flat))
+    o.loop(pl.cdiv(total, 2 * step), [flat, *words], two)
+
+
 def _block_max(o: Ops, top: U, scratch, warps: int) -> U:
     """Maximum over `warps` neighbouring warps of a block of what is already the maximum of each warp."""
     slots = Pointer(scratch, shared=True)
@@ -318,12 +350,17 @@ def _rows(o: Ops, task: Task, refs: dict):
     here = [unit < U(task.units) for unit in units]
     loaded = []
     top = U(0)
-    for unit, inside in zip(units, here, strict=True):
-        words = io.load(row, unit, inside)
-        loaded.append(words)
-        values, kind, _ = io.values(words)
-        amax = lane.amax_bits(o, values, kind)
-        top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
+    if task.halves:
+        loaded = [io.load(row, unit, inside) for unit, inside in zip(units, here, strict=True)]
+        blocks, kinds, _ = zip(*(io.values(words) for words in loaded), strict=True)
+        top = four_over_six.finite_amax_bits(o, blocks, kinds[0])
+    else:
+        for unit, inside in zip(units, here, strict=True):
+            words = io.load(row, unit, inside)
+            loaded.append(words)
+            values, kind, _ = io.values(words)
+            amax = lane.amax_bits(o, values, kind)
+            top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
     top = o.warp_max(top)
     if group > 32:
         top = _block_max(o, top, scratch, group // 32)
@@ -523,7 +560,7 @@ def run_quantize(task: Task, operands: dict) -> dict:
     if task.fmt.global_scale != "token":
         flat = task.flattened()
         if task.tuning.grid:
-            return _launch(_stream, flat, operands, outputs, task.tuning.grid)
+            return _launch(_stream_two if task.halves else _stream, flat, operands, outputs, task.tuning.grid)
         return _launch(_blocks, flat, operands, outputs, _flat_blocks(flat))
     blocks = pl.cdiv(task.all_rows, task.tuning.threads // task.tuning.row_threads)
     return _launch(_rows, task, operands, outputs, blocks, scratch=True)

@@ -89,6 +89,42 @@ def test_four_over_six_of_so_much_data_that_a_grid_walks_over_it(rows):
     same(q_(x, "nvfp4_4o6", KERNEL, global_scale=g), q_(x, "nvfp4_4o6", REFERENCE, global_scale=g))
 
 
+def at_ties(rows, k, g, seed=0):
+    """Values at which the codes of some block scale tie, the first of each block such that it has that scale."""
+    rng = np.random.default_rng(seed)
+    scale = np.arange(8, 120, dtype=np.uint8)[rng.integers(0, 112, (rows, k // 16, 1))].view(jnp.float8_e4m3fn)
+    y = rng.choice([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 4.5], (rows, k // 16, 16))
+    y[..., 0] = rng.choice([6, 4, 5.75, 6.25, 4.125, 3.9], y.shape[:2])
+    y *= rng.choice([-1, 1], y.shape) * scale.astype(np.float32) * g
+    return jnp.asarray(y.reshape(rows, k), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4_4o6", "nvfp4_token_4o6"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"])
+def test_four_over_six_in_halves(fmt, dtype):
+    for rows, k in ((64, 1408), (257, 96), (5, 20480)):
+        x = hard(rows, k, dtype, seed=k)
+        same(q_(x, fmt, "mosaic_sm90_halves"), on_cpu(lambda x: q_(x, fmt, REFERENCE), x))
+
+
+@pytest.mark.parametrize("rows", [1408, 1301])
+def test_four_over_six_in_halves_of_so_much_data_that_a_grid_walks_over_it(rows):
+    for g in (1 / 700, 2.0**-9, 1 / (1536 / 1.3671875), 2.0):
+        g = jnp.float32(g)
+        for x in (hard(rows, 7168), at_ties(rows, 7168, float(g))):
+            want = q_(x, "nvfp4_4o6", REFERENCE, global_scale=g)
+            same(q_(x, "nvfp4_4o6", "mosaic_sm90_halves", global_scale=g), want)
+
+
+def test_four_over_six_in_halves_where_codes_tie():
+    for g in (2.0**-9, 1 / (1536 / 1.3671875), 1e-3):
+        x = at_ties(512, 1024, g)
+        for scale in (jnp.float32(g), jnp.full(512, g, jnp.float32)):
+            want = q_(x, "nvfp4_4o6", REFERENCE, global_scale=scale)
+            same(q_(x, "nvfp4_4o6", "mosaic_sm90_halves", global_scale=scale), want)
+        same(q_(x, "nvfp4_token_4o6", "mosaic_sm90_halves"), q_(x, "nvfp4_token_4o6", REFERENCE))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token", "nvfp4_token_4o6"])
 def test_bytes_equal_the_reference_for_other_inputs(fmt, dtype):
