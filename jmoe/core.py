@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from pallas_kernels.quantize import QTensor, get_format
 
 from .backends import combine, get_backend, in_chunks, shared_global_scale, uniform_global_scale
-from .backends.base import Axis, Backend, Exchange
+from .backends.base import Axis
 from .backends.scales import encode_rows
 from .backends.straight_through import dispatch
-from .experts import ExpertWeights, apply_batched_experts, apply_experts, get_experts
+from .experts import ExpertWeights, apply_batched_experts, apply_experts, apply_experts_unsummed, get_experts
 from .placement import Placement, num_unreachable, to_physical
 from .policy import Decision
 
@@ -121,7 +121,7 @@ def _exchange(
             y = y.reshape(-1, y.shape[-1])
         else:
             assert get_experts(_kind(layer)).form == "standard"
-            y = apply_experts(
+            y = apply_experts_unsummed(
                 rows,
                 got.ids,
                 got.weights,
@@ -129,7 +129,6 @@ def _exchange(
                 config,
                 experts=_kind(layer),
                 straight_through=through,
-                out_dtype=_returned_dtype(backend, ex, wire),
                 **_how(layer, decision),
             )
     with jax.named_scope("combine"):
@@ -145,12 +144,6 @@ def _how(layer: MoELayer, decision: Decision) -> dict[str, Any]:
     """What the experts of both forms are told: whether they quantise their input, and by which kernel they multiply."""
     quantize_input = decision.on_receive in ("quantize", "requantize") or decision.where == "experts"
     return dict(quantize_input=quantize_input, implementation=layer.implementation)
-
-
-def _returned_dtype(backend: Backend, ex: Exchange, wire: str | None):
-    """The dtype in which the experts' sums leave for their owners, so that they are cast once, where they are made."""
-    adds_float32 = type(backend).collective_sum is not Backend.collective_sum
-    return jnp.float32 if adds_float32 or wire is not None else ex.dtype
 
 
 def _input_scale(

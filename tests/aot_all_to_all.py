@@ -24,6 +24,13 @@ EXCHANGES = {
     "batched fp8_128": ("low_latency", "fp8_128", 16, 1),
     "inside two hosts": ("nvlink_one_sided", "mxfp8", 128, 2),
 }
+# name -> (tokens, hidden size, top-k): a combine that sums the experts' rows itself
+GATHERED = {
+    "gathered 2048, many": (8192, 2048, 8),
+    "gathered 7168": (128, 7168, 8),
+    "gathered 2880, of 22": (8192, 2880, 22),
+    "gathered 4096, one": (1, 4096, 4),
+}
 BETWEEN_HOSTS = {"between two hosts": ("nvlink_one_sided", "mxfp8", 128, 2)}  # 16 ranks: no kernel, processes apart
 
 
@@ -60,6 +67,31 @@ def exchange_of(ranks, backend, wire, tokens, hosts, axis):
     return run
 
 
+def gathered(ranks, tokens, hidden, top_k):
+    """A function of one rank's (x, ids, weights): dispatch, rows sorted by expert, a combine that sums them."""
+    import jax.numpy as jnp
+
+    from jmoe import backends
+    from jmoe.backends.engine import GATHERING_ENGINE
+    from jmoe.payload import row_layout
+    from pallas_kernels.permute import Unsummed, gather_rows, sort_by_expert
+
+    backend = backends.get_backend("nvlink_one_sided")
+    sizes = dict(tokens=tokens, num_ranks=ranks, num_local=EXPERTS // ranks, top_k=top_k, axis_name="ep")
+    common = dict(backend=backend, exchange=backends.exchange_for(backend, engine=GATHERING_ENGINE, **sizes))
+
+    def run(x, ids, weights):
+        plan = backend.plan(ids, common["exchange"])
+        layout = row_layout(hidden, "bfloat16", top_k)
+        got = backends.dispatch_payload(x, ids, weights, plan, layout=layout, **common)
+        order = sort_by_expert(got.ids, EXPERTS // ranks)
+        y = gather_rows(got.x.astype(jnp.bfloat16), order.source, order.position, fill=False)
+        rows = Unsummed(y, order.position, got.weights, hidden)
+        return backends.combine(rows, weights, plan, recv_ids=got.ids, **common)
+
+    return run
+
+
 def main(ranks: int) -> int:
     os.environ.update(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1", MOSAIC_GPU_DUMP_PTXAS="1", JAX_PLATFORMS="cpu")
     import jax
@@ -82,16 +114,21 @@ def main(ranks: int) -> int:
         print(f"the CUDA compiler wheels are not installed ({str(e).splitlines()[0][:120]})")
         return 77
     devices = np.array(topology.devices)
-    report = {}
+    programs = []  # name, axis or axes, how many hosts, function, its tokens, hidden size and top-k
     for label, (backend, wire, tokens, hosts) in (BETWEEN_HOSTS if ranks == 16 else EXCHANGES).items():
         axis = "ep" if hosts == 1 or ranks == 16 else ("host", "local")
+        run = exchange_of(ranks, backend, wire, tokens, hosts, axis)
+        programs.append((label, axis, hosts, run, tokens, HIDDEN, TOP_K))
+    for label, shape in ({} if ranks == 16 else GATHERED).items():
+        programs.append((label, "ep", 1, gathered(ranks, *shape), *shape))
+    report = {}
+    for label, axis, hosts, run, tokens, hidden, top_k in programs:
         mesh = Mesh(devices, (axis,)) if axis == "ep" else Mesh(devices.reshape(hosts, -1), axis)
         spec = PartitionSpec(axis)
-        shapes = [((tokens, HIDDEN), jnp.bfloat16), ((tokens, TOP_K), jnp.int32), ((tokens, TOP_K), jnp.float32)]
+        shapes = [((tokens, hidden), jnp.bfloat16), ((tokens, top_k), jnp.int32), ((tokens, top_k), jnp.float32)]
         arguments = [
             jax.ShapeDtypeStruct((ranks * s[0], s[1]), d, sharding=NamedSharding(mesh, spec)) for s, d in shapes
         ]
-        run = exchange_of(ranks, backend, wire, tokens, hosts, axis)
         texts = []
         with output_of_compiler(texts):
             mapped = jax.jit(compat.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))

@@ -77,7 +77,7 @@ class Memory:
         assert not (start[on] % min(size, 16)).any(), "unaligned"
         return on, start
 
-    def load(self, words, where=None, *, bits=32, offset=0):
+    def load(self, words, where=None, *, bits=32, offset=0, fresh=False):
         if offset:
             return self.at(None, 0, offset).load(words, where, bits=bits)
         size = words * bits // 8

@@ -88,6 +88,7 @@ def kernels(ranks, tokens=16):
     """name -> (function, argument shapes) of every kernel at a small size."""
     from pallas_kernels.all_to_all import (
         mosaic_combine,
+        mosaic_combine_gather,
         mosaic_combine_push,
         mosaic_push,
         mosaic_push_quantized,
@@ -124,6 +125,16 @@ def kernels(ranks, tokens=16):
         "combine_rows_pushed": (
             functools.partial(mosaic_combine_push.combine_rows_pushed, **common),
             [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32), ((ranks,), i32)],
+        ),
+        "combine_gathered": (
+            functools.partial(mosaic_combine_gather.combine_gathered, out_dtype=jnp.float32, **common),
+            [
+                ((3 * ranks * tokens, 2880), bf16),
+                ((ranks * tokens, 22), i32),
+                ((ranks * tokens, 22), jnp.float32),
+                ((tokens, ranks), i32),
+                ((ranks,), i32),
+            ],
         ),
         "push_rows, bounded wait": (
             functools.partial(mosaic_push.push_rows, schedule=Schedule(min(tokens, 8), 4, wait_limit=1000), **common),

@@ -21,6 +21,7 @@ from jax import lax
 
 from jmoe import payload
 from jmoe.plan import Form, Plan, host_capacity, make_plan
+from pallas_kernels.permute import Unsummed
 
 Axis = str | tuple[str, ...]
 
@@ -43,6 +44,8 @@ class Engine:
         returns for the first `counts` rows of each source; slots that nobody filled may hold garbage.
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
     reduce_as(y, weights, plan, exchange, out_dtype, wire): `reduce` with a quantised wire.
+    reduce_unsummed(rows, plan, exchange, out_dtype) -> [T, D]: `reduce` of `rows.summed(exchange.dtype)`, bit for bit,
+        without making them first; None where it cannot do that for these rows. Not differentiated.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
     row_unit: bytes to a multiple of which received rows and their parts are rounded up.
     collects(exchange, form, row_bytes): whether `reduce` of such rows needs a buffer for what comes back.
@@ -56,6 +59,7 @@ class Engine:
     give_back: Callable[[jax.Array, jax.Array, Plan, Exchange], jax.Array] | None = None
     prepare: Callable[[Plan, Exchange], Plan] | None = None
     reduce_as: Callable[..., jax.Array] | None = None
+    reduce_unsummed: Callable[[Unsummed, Plan, Exchange, jnp.dtype], jax.Array | None] | None = None
     words: str = ""
     staged: bool = False
     row_unit: int = 1

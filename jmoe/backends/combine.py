@@ -16,13 +16,14 @@ import jax.numpy as jnp
 
 from jmoe.payload import RowLayout, row_layout, unpack_data
 from jmoe.plan import Plan, merge_weights
+from pallas_kernels.permute import Unsummed
 
 from .base import Backend, Exchange
 from .scales import decode_rows, pack_rows
 
 
 def combine(
-    y: jax.Array,
+    y: jax.Array | Unsummed,
     weights: jax.Array,
     plan: Plan,
     *,
@@ -36,7 +37,8 @@ def combine(
 
     Args:
       y: [N, D] float (float32 as the experts leave it), one row for each received row: the weighted sum over the row's
-        local experts (standard), or the output of the row's expert (batched).
+        local experts (standard), or the output of the row's expert (batched). Or the outputs of which those sums are
+        yet to be taken (standard): by the kernel that sends, where the exchange's engine can, else here.
       weights: float32 [T, K], the routing weights; used by the batched form only, whose owner applies them.
       plan: the plan of the dispatch. recv_ids: `Received.ids`; rows without an id are not used, whatever they hold.
       wire: None sends rows in the exchange's dtype (the all-gather backend adds float32 on its way); "mxfp8" quantises.
@@ -50,7 +52,46 @@ def combine(
             f"combine wire={wire!r}: expert outputs return in the layer's dtype (None) or as 'mxfp8'. Use one of these."
         )
     out_dtype = jnp.dtype(exchange.dtype if out_dtype is None else out_dtype)
+    if isinstance(y, Unsummed):
+        engine = exchange.engine if backend.kernel_slot and wire is None else None
+        if engine is not None and engine.reduce_unsummed is not None and y.columns == y.y.shape[1]:
+            return _combine_unsummed(
+                backend, exchange, out_dtype, y.y, y.weights, y.position, jax.lax.stop_gradient(weights), plan, recv_ids
+            )
+        y = y.summed(_returned_dtype(backend, exchange, wire))
     return _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids)
+
+
+def _returned_dtype(backend: Backend, exchange: Exchange, wire: str | None):
+    """The dtype in which the experts' sums leave for their owners, so that they are cast once, where they are made."""
+    adds_float32 = type(backend).collective_sum is not Backend.collective_sum
+    return jnp.float32 if adds_float32 or wire is not None else exchange.dtype
+
+
+def _in_two_steps(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids):
+    rows = Unsummed(y, position, factors, y.shape[1]).summed(_returned_dtype(backend, exchange, None))
+    return _combine(backend, exchange, None, out_dtype, rows, weights, plan, recv_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _combine_unsummed(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids):
+    """`_in_two_steps` in one, where that can be and no gradient is taken."""
+    out = exchange.engine.reduce_unsummed(Unsummed(y, position, factors, y.shape[1]), plan, exchange, out_dtype)
+    if out is None:
+        return _in_two_steps(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids)
+    return out
+
+
+def _combine_unsummed_fwd(backend, exchange, out_dtype, y, factors, *others):
+    return jax.vjp(lambda y, factors: _in_two_steps(backend, exchange, out_dtype, y, factors, *others), y, factors)
+
+
+def _combine_unsummed_bwd(backend, exchange, out_dtype, pull, dout):
+    del backend, exchange, out_dtype
+    return *pull(dout), None, None, None, None
+
+
+_combine_unsummed.defvjp(_combine_unsummed_fwd, _combine_unsummed_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))

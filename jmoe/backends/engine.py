@@ -5,6 +5,8 @@ T tokens on one rank, W row width, D hidden size, R ranks, E_loc experts on one 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,7 @@ from jax import lax
 from jmoe.caps import DeviceCaps
 from jmoe.payload import RowLayout, from_bytes, to_bytes
 from jmoe.plan import Plan
+from pallas_kernels.permute import Unsummed
 from pallas_kernels.quantize import QTensor
 
 from .base import Engine, Exchange
@@ -45,7 +48,9 @@ def engine_reason(caps: DeviceCaps) -> str | None:
 def remote_write_engine(caps: DeviceCaps | None = None) -> Engine | None:
     """The engine for these devices (None: all that JAX sees), or None where `engine_reason` names an obstacle."""
     caps = DeviceCaps.detect() if caps is None else caps
-    return None if engine_reason(caps) else ENGINE
+    if engine_reason(caps):
+        return None
+    return GATHERING_ENGINE if caps.gathering_combine else ENGINE
 
 
 def _padded(rows: jax.Array, width: int) -> jax.Array:
@@ -216,6 +221,29 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
     return out[:, :width]
 
 
+def reduce_unsummed(rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array | None:
+    """Experts' outputs added up on their way to the owners, and there, [T, D]; see `Engine.reduce_unsummed`."""
+    from pallas_kernels.all_to_all import mosaic_combine_gather
+
+    y, position, weights, width = rows
+    if plan.num_tokens == 0 or y.size == 0 or position.size == 0:
+        return jnp.zeros((plan.num_tokens, width), out_dtype)
+    if plan.form != "standard" or mosaic_combine_gather.reason_not(y, position, exchange.dtype, out_dtype):
+        return None
+    assert isinstance(exchange.axis_name, str)
+    return mosaic_combine_gather.combine_gathered(
+        y,
+        position,
+        weights,
+        plan.slot,
+        plan.counts,
+        axis_name=exchange.axis_name,
+        capacity=exchange.capacity,
+        wire_dtype=exchange.dtype,
+        out_dtype=out_dtype,
+    )
+
+
 def _collects(exchange: Exchange, form: str, row_bytes: int) -> bool:
     return form == "standard" and row_bytes >= WRITING_ROW and exchange.capacity * row_bytes >= WRITING_BYTES
 
@@ -229,4 +257,9 @@ ENGINE = Engine(
     give_back=give_back,
     row_unit=ROW_UNIT,
     collects=_collects,
+)
+
+# For `DeviceCaps(gathering_combine=True)`: the experts' sums are taken by the kernel that sends them.
+GATHERING_ENGINE = dataclasses.replace(
+    ENGINE, reduce_unsummed=reduce_unsummed, collects=lambda exchange, form, row_bytes: form == "standard"
 )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels.grouped_matmul import grouped_matmul, input_dtype
 from pallas_kernels.permute import (
     Sorted,
-    combine_rows,
+    Unsummed,
     gather_dequantized,
     gather_rows,
     merge_duplicates,
@@ -75,6 +75,35 @@ def apply_experts(
     Raises ValueError for shapes and formats that do not fit; if the rows would be quantised twice or, although the
     configuration asks for it, never; and for a QTensor of another contract (per-token against per-tensor NVFP4).
     """
+    rows = apply_experts_unsummed(
+        x,
+        ids,
+        weights,
+        params,
+        config,
+        experts=experts,
+        quantize_input=quantize_input,
+        straight_through=straight_through,
+        order=order,
+        implementation=implementation,
+    )
+    return rows.summed(out_dtype)
+
+
+def apply_experts_unsummed(
+    x: jax.Array | QTensor,
+    ids: jax.Array,
+    weights: jax.Array,
+    params: ExpertWeights,
+    config: MoEConfig,
+    *,
+    experts: str = "grouped",
+    quantize_input: bool = False,
+    straight_through: jax.Array | None = None,
+    order: Sorted | None = None,
+    implementation: str | None = None,
+) -> Unsummed:
+    """`apply_experts` but for the last step, for whoever takes the weighted sums of the outputs on their way."""
     spec = get_experts(experts)
     if spec.form != "standard":
         raise ValueError(
@@ -98,8 +127,7 @@ def apply_experts(
     else:
         row_weight = None
     y = _compute(x, order, row_weight, params, config, spec, quantize_input, straight_through, implementation)  # [M, D]
-    out = combine_rows(y, order.position, weights.astype(jnp.float32), out_dtype=out_dtype)
-    return out[:, : config.output_size]
+    return Unsummed(y, order.position, weights.astype(jnp.float32), config.output_size)
 
 
 def apply_batched_experts(

@@ -90,9 +90,9 @@ def share(count, turn, turns):
     return lax.div(jnp.maximum(count - turn + turns - int32(1), int32(0)), turns)
 
 
-def peer_of(me, step: int, num_ranks: int):
-    """The rank `step` places after `me`, around the ring."""
-    peer = me + int32(step)
+def peer_of(me, step, num_ranks: int):
+    """The rank `step` places (up to R) after `me`, around the ring."""
+    peer = me + (int32(step) if isinstance(step, int) else step)
     return jnp.where(peer >= num_ranks, peer - int32(num_ranks), peer)
 
 

@@ -1,5 +1,6 @@
 """Rows into expert order and back."""
 
+from .rows import Unsummed as Unsummed
 from .rows import combine_rows as combine_rows
 from .rows import gather_dequantized as gather_dequantized
 from .rows import gather_rows as gather_rows

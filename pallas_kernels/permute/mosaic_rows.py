@@ -160,6 +160,23 @@ def spread_decoded(o: Thread, t: SpreadDecoded, refs: dict[str, Pointer]):
             at.at(None, 0, 4 * i).store(words[i : i + 4], here)
 
 
+def add_rows(o, total: list, loaded: list, weights: list, full: list, kind: str) -> list:
+    """total + each weight times its row's values, one after another; `loaded` is 0 where not `full`."""
+    for words, weight, here in zip(loaded, weights, full, strict=True):
+        # A weight without a place may be NaN.
+        factor = o.float(o.where(here, weight, o.U(0)))
+        values = lane.to_floats(o, words, kind)
+        total = [a + o.mul_rounded(factor, v) for a, v in zip(total, values, strict=True)]
+    return total
+
+
+def packed(o, values: list, kind: str) -> list:
+    """float32 values as words of "bf16", "f16" or "f32"."""
+    if kind == "f32":
+        return [o.bits(v) for v in values]
+    return [o.pack_half(values[i], values[i + 1], kind) for i in range(0, len(values), 2)]
+
+
 def combine(o: Thread, t: Combine, refs: dict[str, Pointer]):
     kind, out = KINDS[t.dtype], KINDS[t.out]
     flat = o.block() * THREADS + o.thread()
@@ -169,16 +186,8 @@ def combine(o: Thread, t: Combine, refs: dict[str, Pointer]):
     full = [inside & ~p.same(U(NOTHING)) for p in positions]
     row_bytes = t.columns * (4 if kind == "f32" else 2)
     loaded = [refs["y"].at(p, row_bytes, piece * 16).load(4, here) for p, here in zip(positions, full, strict=True)]
-    total = [o.F(0.0)] * t.values
-    for words, weight, here in zip(loaded, weights, full, strict=True):
-        # A weight without a place may be NaN.
-        factor = o.float(o.where(here, weight, U(0)))
-        values = lane.to_floats(o, words, kind)
-        total = [a + o.mul_rounded(factor, v) for a, v in zip(total, values, strict=True)]
-    if out == "f32":
-        result = [o.bits(v) for v in total]
-    else:
-        result = [o.pack_half(total[i], total[i + 1], out) for i in range(0, t.values, 2)]
+    total = add_rows(o, [o.F(0.0)] * t.values, loaded, weights, full, kind)
+    result = packed(o, total, out)
     size = 4 * len(result)
     at = refs["out"].at(row, t.per_row * size, piece * size)
     for i in range(0, len(result), 4):

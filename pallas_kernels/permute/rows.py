@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +200,22 @@ def combine_rows(
     implementation: "mosaic_sm90", "xla" or None for the best that can.
     """
     return _combine(jnp.dtype(out_dtype).name, implementation, y, position, weights.astype(jnp.float32))
+
+
+class Unsummed(NamedTuple):
+    """Rows [N, columns] yet to be summed: row n is `combine_rows` of these, its first `columns` columns.
+
+    y: [M, D], results by place. position: int32 [N, K], -1 for none. weights: float32 [N, K].
+    """
+
+    y: jax.Array
+    position: jax.Array
+    weights: jax.Array
+    columns: int
+
+    def summed(self, out_dtype) -> jax.Array:
+        """[N, columns] of `out_dtype`."""
+        return combine_rows(self.y, self.position, self.weights, out_dtype=out_dtype)[:, : self.columns]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

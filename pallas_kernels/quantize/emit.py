@@ -358,12 +358,17 @@ class Pointer:
             out = arith.addi(out, arith.constant(_i64(), offset))
         return Pointer(out, shared=self.space == "shared")
 
-    def load(self, words: int, where: P | None = None, *, bits: int = 32, offset: int = 0) -> list[U]:
-        """1, 2 or 4 words (or one of 8 or 16 bits) at `offset` bytes from here; 0 where the predicate is false."""
+    def load(
+        self, words: int, where: P | None = None, *, bits: int = 32, offset: int = 0, fresh: bool = False
+    ) -> list[U]:
+        """1, 2 or 4 words (or one of 8 or 16 bits) at `offset` bytes from here; 0 where the predicate is false.
+
+        fresh: for device memory that is written while the kernel runs, which the read-only path must not serve.
+        """
         vector = {1: "", 2: ".v2", 4: ".v4"}[words]
         outs = [f"${i}" for i in range(words)]
         target = outs[0] if words == 1 else "{" + ", ".join(outs) + "}"
-        space = "global.nc" if self.space == "global" else self.space
+        space = "global.nc" if self.space == "global" and not fresh else self.space
         instruction = f"ld.{space}{vector}.{_TYPES[bits]} {target}, [${words}+{offset}];"
         constraints = ",".join(["=&r"] * words + ["l"])
         operands = [self.address]
@@ -373,7 +378,7 @@ class Pointer:
             instruction = f"{{ .reg .pred p; {test} {zero} @p {instruction} }}"
             constraints += ",r"
             operands.append(arith.extui(_i32(), where.v))
-        effects = self.space == "shared"
+        effects = self.space == "shared" or fresh
         return [U(v) for v in _asm([_i32()] * words, operands, instruction, constraints, effects=effects)]
 
     def store(self, values: list[U], where: P | None = None, *, bits: int = 32):
