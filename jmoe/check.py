@@ -136,18 +136,20 @@ def check_rank_mask(layer: MoELayer, rank_mask: jax.Array | None, tokens: int) -
         )
 
 
-def check_local(layer: MoELayer, params: MoEParams) -> None:
+def check_local(layer: MoELayer, params: MoEParams, x: jax.Array) -> None:
     """ValueError unless this is traced in a shard_map over the layer's expert axis, with this rank's experts only."""
     if layer.num_ranks > 1:
-        try:
-            size = lax.axis_size(layer.expert_axis)
-        except NameError:
-            size = None
+        size = _ranks_here(layer)
         if size != layer.num_ranks:
             where = "outside of one" if size is None else f"over {size} ranks"
             raise ValueError(
                 f"moe_local takes one rank's tokens, inside a jax.shard_map over {layer.expert_axis!r} with "
                 f"{layer.num_ranks} ranks, and was called {where}. For global arrays call moe(layer, params, x)."
+            )
+        if getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None):
+            raise ValueError(
+                "moe_local was called inside a shard_map that checks varying axes, which kernels do not carry; pass "
+                "check_vma=False to jax.shard_map."
             )
     held = params.experts.gate_up.shape[0]
     if held != layer.num_local:
@@ -155,3 +157,20 @@ def check_local(layer: MoELayer, params: MoEParams) -> None:
             f"This rank was given the weights of {held} experts and has {layer.num_local} slots; inside shard_map pass "
             f"its own slots only: in_specs of P({layer.expert_axis!r}) for every array of params.experts."
         )
+
+
+def check_global(layer: MoELayer) -> None:
+    """ValueError inside a shard_map over the layer's expert axis, where arrays are those of one rank."""
+    if layer.num_ranks > 1 and _ranks_here(layer) is not None:
+        raise ValueError(
+            f"moe takes global arrays and enters a shard_map over {layer.expert_axis!r} itself, and was called inside "
+            "one. There, call moe_local(layer, params, x) with this rank's tokens and experts."
+        )
+
+
+def _ranks_here(layer: MoELayer) -> int | None:
+    """Ranks of the expert axis in the shard_map that is being traced; None outside of one."""
+    try:
+        return lax.axis_size(layer.expert_axis)
+    except NameError:
+        return None

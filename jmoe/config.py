@@ -253,6 +253,14 @@ def from_hf(config: Mapping, **overrides) -> MoEConfig:
     Knows qwen3_moe, qwen2_moe, mixtral, deepseek_v2, deepseek_v3 and gpt_oss. `overrides` are MoEConfig fields.
     Raises ValueError for another family, and for a missing or unsupported entry.
     """
+    try:
+        fields = _fields(config)
+    except (TypeError, OverflowError) as e:
+        raise ValueError(f"config.json holds an entry of the wrong type ({e}); give the model's own.") from e
+    return MoEConfig(**(fields | overrides))
+
+
+def _fields(config: Mapping) -> dict:
     family = config.get("model_type")
     if family not in _HF_FAMILIES:
         raise ValueError(
@@ -313,4 +321,4 @@ def from_hf(config: Mapping, **overrides) -> MoEConfig:
             use_bias=True,
             router=RouterConfig(order="topk_then_softmax", use_bias=True),
         )
-    return MoEConfig(**(fields | overrides))
+    return fields

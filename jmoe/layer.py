@@ -27,7 +27,7 @@ from .backends import Axis, Exchange, exchange_for, get_backend
 from .backends.engine import ENGINE, remote_write_engine
 from .backends.hierarchical import hierarchical_engine
 from .caps import DeviceCaps, count_hosts
-from .check import check_local, check_params, check_placement, check_rank_mask, check_tokens
+from .check import check_global, check_local, check_params, check_placement, check_rank_mask, check_tokens
 from .config import MoEConfig
 from .core import exchange_and_compute
 from .experts import ExpertsSpec, ExpertWeights, get_experts, shared_expert
@@ -349,7 +349,7 @@ def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
     if x.ndim != 2 or x.shape[1] != config.hidden_size:
         raise ValueError(f"x has shape {x.shape}; moe_local takes [tokens, {config.hidden_size}]: reshape it first.")
     check_params(params, config)
-    check_local(layer, params)
+    check_local(layer, params, x)
     check_rank_mask(layer, rank_mask, x.shape[0])
     placement = check_placement(layer, placement, masked=rank_mask is not None)
     with jax.named_scope("router"):
@@ -428,6 +428,7 @@ def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, 
             f"[..., {config.hidden_size}] and a mask of x's leading shape."
         )
     check_params(params, config)
+    check_global(layer)
     placement = check_placement(layer, placement)
     params = _in_physical_order(layer, params, placement)
 

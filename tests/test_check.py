@@ -155,10 +155,14 @@ def test_moe_local_wants_its_shard_map_and_its_own_experts():
         local_over(layer_of(ranks=(2,)).mesh, layer, params, x, P("ep"))
     with pytest.raises(ValueError, match="weights of 8 experts and has 2 slots.*in_specs"):
         local_over(layer.mesh, layer, params, x, P())
+    with pytest.raises(ValueError, match="moe takes global arrays.*call moe_local"):
+        local_over(layer.mesh, layer, params, x, P("ep"), function=moe)
+    with pytest.raises(ValueError, match="pass check_vma=False"):
+        local_over(layer.mesh, layer, params, x, P("ep"), over=jax.shard_map)
     assert local_over(layer.mesh, layer, params, x, P("ep")) == (T, D)
 
 
-def local_over(mesh, layer, params, x, experts):
+def local_over(mesh, layer, params, x, experts, *, function=moe_local, over=shard_map):
     specs = dataclasses.replace(jax.tree.map(lambda _: P(), params), experts=experts)
-    f = shard_map(lambda p, x: moe_local(layer, p, x), mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
+    f = over(lambda p, x: function(layer, p, x), mesh=mesh, in_specs=(specs, P("ep")), out_specs=P("ep"))
     return jax.eval_shape(f, params, x).shape

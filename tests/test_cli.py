@@ -103,6 +103,17 @@ def test_explain_a_config_json_or_its_folder(capsys, tmp_path):
         assert status == 0 and "D 64, F 128, 8 experts, top 2" in out and "wire='mxfp8' was asked for" in out
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_act": [1]}, {"moe_intermediate_size": {}}, {"n_group": "x"}, {"routed_scaling_factor": {}}]
+)
+def test_an_entry_of_the_wrong_type_in_config_json_is_refused_in_words(capsys, tmp_path, wrong):
+    config = {"model_type": "deepseek_v3", "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8,
+              "num_experts_per_tok": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    status, _, err = run(capsys, "explain", str(tmp_path))
+    assert status == 2 and "config.json holds an entry of the wrong type" in " ".join(err.split())
+
+
 def test_explain_reads_from_config_json_what_the_weights_are_kept_in(capsys, tmp_path):
     config = {"model_type": "mixtral", "hidden_size": 256, "intermediate_size": 128, "num_local_experts": 8,
               "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
