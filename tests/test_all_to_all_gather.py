@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from exchange_helpers import ROUTINGS, garbage_engine, mesh_of, routing
 from jax.sharding import PartitionSpec
-from quantize_emulator import POISON, Machine, Memory
+from permute_emulator import Threads
+from quantize_emulator import POISON, Memory
 from quantize_numpy import U
 
 from jmoe import backends, compat
@@ -27,7 +28,7 @@ class Warpgroup:
     """Runs the programs of one warpgroup, with its tables in shared memory."""
 
     def __init__(self, group):
-        self.group, self.machine = group, Machine(1, sums.THREADS)
+        self.group, self.machine = group, Threads(1, sums.THREADS)
         self.tables = [np.full(4 * group.table_words, POISON, np.uint8) for _ in range(2)]
 
     def turn(self, i, source, out, rows, places, weights, first, count, region=None):
@@ -40,8 +41,9 @@ class Warpgroup:
             sums.add_group(o, g, now, Memory(data(source)), Memory(out), U(rows))
             sums.keep(o, g, following, found)
 
-    def places(self, i):
-        return self.tables[i % 2].view(np.int32)
+    def places(self, i, row):
+        """The places of a row of turn i, as the kernel looks them up."""
+        return self.tables[i % 2].view(np.int32)[row * self.group.warps * self.group.stride :]
 
 
 def data(array):
@@ -66,8 +68,7 @@ def emulate(d, y, position, weights, slot, counts, wire, out_dtype):
                 peer, chunk, rows, _ = (int(v) for v in d.unit(i32(i), sender, going, trips, i32(me)))
                 _, _, more, first = (int(v) for v in d.unit(i32(i + 1), sender, going, trips, i32(me)))
                 out = np.full((d.rows, width), np.nan, wire).view(np.uint8).reshape(-1)
-                words = first * top_k, more * top_k
-                group.turn(i, y[me], out, rows, position[me], weights[me], *words)
+                group.turn(i, y[me], out, rows, position[me], weights[me], first, more)
                 if rows:
                     there = me * d.capacity + chunk * d.rows
                     arrivals[peer, there : there + rows] = out.view(wire).reshape(d.rows, width)[:rows]
@@ -83,10 +84,10 @@ def emulate(d, y, position, weights, slot, counts, wire, out_dtype):
             for i in range(-1, trips):
                 token, rows = (int(v) for v in d.tokens_of(i32(i), adder, trips))
                 following, more = (int(v) for v in d.tokens_of(i32(i + 1), adder, trips))
-                for place, rank in ((group.places(i)[t * ranks + r], r) for t in range(rows) for r in range(ranks)):
+                for place, rank in ((group.places(i, t)[r], r) for t in range(rows) for r in range(ranks)):
                     assert place < 0 or arrived[me, rank, int(d.chunk_of(i32(place), i32(rank)))] == 1
                 out = memory[token * width * out_dtype.itemsize :]
-                group.turn(i, arrivals[me], out, rows, slot[me], None, following * ranks, more * ranks, d.capacity)
+                group.turn(i, arrivals[me], out, rows, slot[me], None, following, more, d.capacity)
                 turns[token : token + rows] += 1
         assert (turns == 1).all()
         results[me] = memory.view(out_dtype).reshape(d.tokens, width)

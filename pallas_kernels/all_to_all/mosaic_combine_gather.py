@@ -25,12 +25,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.permute.mosaic_rows import KINDS, MAX_K
-from pallas_kernels.quantize.emit import Ops, Pointer, U
+from pallas_kernels.permute.thread import Thread
+from pallas_kernels.quantize.emit import Pointer, U
 
 from .mosaic_common import SHARED_MEMORY, Schedule, int32, kernel_params, peer_of, share
 from .mosaic_sum import Group, add_group, fetch, keep
 
 CHUNK_BYTES = 28 * 1024  # of the rows that share a semaphore, where there are enough of them
+SENDERS, ADDERS = 3, 3  # warpgroups of a block, at 80 registers a thread
 MAX_ROWS = 4  # of a chunk, and tokens of an adder: one for each warp
 BUFFERS = 2  # of a sender: one is filled while the other is on its way
 
@@ -58,7 +60,8 @@ class Division:
         cls, *, tokens: int, capacity: int, num_ranks: int, row_bytes: int, blocks: int, senders: int, adders: int
     ) -> Division:
         every = blocks * senders
-        rows = _power_of_two(min(MAX_ROWS, CHUNK_BYTES // row_bytes, capacity * num_ranks // every))
+        fitting = min(CHUNK_BYTES, SHARED_MEMORY // (senders * BUFFERS)) // row_bytes
+        rows = _power_of_two(min(MAX_ROWS, fitting, capacity * num_ranks // every))
         takers = every
         if -(-capacity // rows) * num_ranks > every:  # each serves the ranks in turn: takers = 1 modulo R
             takers -= (every - 1) % num_ranks
@@ -110,7 +113,7 @@ def _power_of_two(n: int) -> int:
     return 1 << max(1, n).bit_length() - 1
 
 
-def reason_not(y: jax.Array, position: jax.Array, wire_dtype, out_dtype, *, senders: int = 2) -> str | None:
+def reason_not(y: jax.Array, position: jax.Array, wire_dtype, out_dtype, *, senders: int = SENDERS) -> str | None:
     """Why the kernel cannot sum rows y [M, D] by position [N, K] and send them; None where it can."""
     width, top_k = y.shape[1], position.shape[1]
     names = [jnp.dtype(d).name for d in (y.dtype, wire_dtype, out_dtype)]
@@ -137,8 +140,8 @@ def combine_gathered(
     capacity: int,
     wire_dtype=None,
     out_dtype=None,
-    senders: int = 2,
-    adders: int = 2,
+    senders: int = SENDERS,
+    adders: int = ADDERS,
     schedule: Schedule | None = None,
 ) -> jax.Array:
     """out[t] = sum over r of rank r's s[own rank * C + slot[t, r]], in float32, r ascending, where slot[t, r] >= 0,
@@ -167,15 +170,15 @@ def combine_gathered(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 6 + (scalar,) * 3)
     def gather(_, y, position, weights, now, following, out, rows, first, count):
-        """Adds up a chunk of `rows` rows, and fetches `count` words of the next one from word `first` on."""
-        o, rows, first, count = Ops(), _word(rows), _word(first), _word(count)
+        """Adds up a chunk of `rows` rows, and fetches the places of the next one: `count` rows from `first` on."""
+        o, rows, first, count = Thread(), _word(rows), _word(first), _word(count)
         found = fetch(o, sent, first, count, _pointer(position), _pointer(weights))
         add_group(o, sent, _pointer(now), _pointer(y), _pointer(out), rows)
         keep(o, sent, _pointer(following), found)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 5 + (scalar,) * 3)
     def add(_, arrivals, slot, now, following, out, rows, first, count):
-        o, rows, first, count = Ops(), _word(rows), _word(first), _word(count)
+        o, rows, first, count = Thread(), _word(rows), _word(first), _word(count)
         found = fetch(o, added, first, count, _pointer(slot), region=capacity)
         add_group(o, added, _pointer(now), _pointer(arrivals), _pointer(out), rows)
         keep(o, added, _pointer(following), found)
@@ -207,8 +210,7 @@ def combine_gathered(
                 more, first = d.unit(i + int32(1), sender, going, trips, me)[2:]
                 now, following = (tables.at[role, lax.rem(i + int32(s), int32(2))] for s in (2, 3))
                 buffer = chunks.at[role, lax.rem(count, int32(BUFFERS))]
-                words = first * int32(top_k), more * int32(top_k)
-                gather(y_ref, position_ref, weights_ref, now, following, buffer, rows, *words)  # pyright: ignore[reportCallIssue]
+                gather(y_ref, position_ref, weights_ref, now, following, buffer, rows, first, more)  # pyright: ignore[reportCallIssue]
                 plgpu.commit_smem()
 
                 @pl.when(rows > 0)
@@ -267,7 +269,7 @@ def combine_gathered(
                 def wait_for_rank(rank, _):
                     last = int32(-1)
                     for t in range(d.group):
-                        place = now[int32(t * num_ranks) + rank]
+                        place = now[int32(t * added.warps * added.stride) + rank]
                         chunk = d.chunk_of(place, rank)
                         here = (rows > t) & (place >= 0)
 
@@ -279,9 +281,8 @@ def combine_gathered(
                     return ()
 
                 lax.fori_loop(int32(0), int32(num_ranks), wait_for_rank, ())
-                words = following * int32(num_ranks), more * int32(num_ranks)
                 out = out_ref.at[pl.ds(token, 1)]
-                add(arrivals_ref, slot_ref, now, then, out, rows, *words)  # pyright: ignore[reportCallIssue]
+                add(arrivals_ref, slot_ref, now, then, out, rows, following, more)  # pyright: ignore[reportCallIssue]
                 return ()
 
             lax.fori_loop(int32(-1), trips, step, ())
