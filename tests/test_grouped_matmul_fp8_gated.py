@@ -75,6 +75,8 @@ def test_no_rows_and_no_groups_give_nothing_and_zeros(rng):
 
 def test_a_block_fits_into_shared_memory_with_the_tables_of_any_number_of_groups():
     assert GatedFp8Config().smem_bytes() + table_bytes(10**6) < SMEM_BYTES
+    with pytest.raises(ValueError, match="choose 0 to 4, the stages"):
+        GatedFp8Config(lead=5)
 
 
 @pytest.mark.parametrize(
