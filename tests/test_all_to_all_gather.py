@@ -1,6 +1,7 @@
 """The combine that gathers the experts' rows and sums them: every warpgroup's work run on the host, and its seam."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jmoe.backends.engine import ENGINE, GATHERING_ENGINE, remote_write_engine
 from jmoe.caps import DeviceCaps
 from jmoe.config import MoEConfig
 from jmoe.experts import ExpertWeights, apply_experts, apply_experts_unsummed
+from jmoe.layer import build_moe, moe
+from jmoe.params import init_params
 from jmoe.payload import row_layout
 from pallas_kernels.all_to_all import mosaic_sum as sums
 from pallas_kernels.permute.rows import combine_rows
@@ -342,3 +345,20 @@ def test_the_summing_kernel_is_chosen_by_nobody_who_does_not_ask():
         return backend.memory(row_layout(2048, "bfloat16", 2), exchange)["combine_receive"]
 
     assert buffer(ENGINE) == 0 and buffer(GATHERING_ENGINE) == 2 * 128 * 2 * 2048
+
+
+@needs_kernels
+def test_a_layer_that_asks_for_it_sums_in_the_exchange_but_under_differentiation():
+    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=128)
+    params = jax.eval_shape(lambda key: init_params(key, config, dtype=jnp.bfloat16), jax.random.key(0))
+    x = jax.ShapeDtypeStruct((32, 256), jnp.bfloat16)
+
+    def sums(asked, gradient):
+        caps = DeviceCaps("gpu", (9, 0), 2, "nvlink", gathering_combine=asked)
+        layer = build_moe(config, mesh=mesh_of(2), expert_axis="ep", backend="nvlink_one_sided", caps=caps)
+        run = lambda params, x: moe(layer, params, x).astype(jnp.float32).sum()  # noqa: E731
+        traced = jax.jit(jax.grad(run) if gradient else run).trace(params, x)
+        return set(re.findall(r"combine_\w+(?=_mosaic_gpu)", traced.lower(lowering_platforms=("cuda",)).as_text()))
+
+    assert sums(False, False) == sums(False, True) == sums(True, True) == {"combine_rows"}
+    assert sums(True, False) == {"combine_gathered"}
