@@ -30,7 +30,11 @@ def run(x, w, sizes, gate=Gate("silu"), fmt="fp8_128", **options):  # noqa: B008
 @needs_interpreter
 @pytest.mark.parametrize(
     ("d", "f", "fmt", "config"),
-    [(128, 384, "fp8_128_ue8m0", {"cluster": 1, "lead": 0}), (384, 256, "fp8_128", {})],
+    [
+        (128, 384, "fp8_128_ue8m0", {"cluster": 1, "lead": 0}),
+        (384, 256, "fp8_128", {}),
+        (128, 256, "fp8_128", {"share": "weights"}),
+    ],
     ids=str,
 )
 def test_groups_of_any_size_are_quantised_bit_for_bit(rng, d, f, fmt, config):
@@ -77,6 +81,8 @@ def test_a_block_fits_into_shared_memory_with_the_tables_of_any_number_of_groups
     assert GatedFp8Config().smem_bytes() + table_bytes(10**6) < SMEM_BYTES
     with pytest.raises(ValueError, match="choose 0 to 4, the stages"):
         GatedFp8Config(lead=5)
+    with pytest.raises(ValueError, match="clusters of two"):
+        GatedFp8Config(share="weights", cluster=1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ _E4M3 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class GatedFp8Config:
-    """stages, cluster, band, lead: as in mosaic_sm90.Config.
+    """stages, cluster, share, band, lead: as in mosaic_sm90.Config.
 
     What ends a tile is 660 instructions of a warp, 129 of them exponentials and reciprocals at 8 cycles each: counted,
     about 1400 cycles. Two steps of a warpgroup that has the matrix unit to itself take as long; hence the lead.
@@ -68,6 +68,7 @@ class GatedFp8Config:
 
     stages: int = 4
     cluster: int = 2
+    share: Literal["rows", "weights"] = "rows"
     band: int = 0
     lead: int = 2
     num_blocks: int | None = None
@@ -75,10 +76,17 @@ class GatedFp8Config:
     def __post_init__(self):
         if not 0 <= self.lead <= self.stages:
             raise ValueError(f"lead={self.lead}: choose 0 to {self.stages}, the stages; none gets further alone.")
+        if self.share == "weights" and self.cluster != 2:
+            raise ValueError(f"share='weights' with cluster={self.cluster}: it is for clusters of two blocks.")
 
     def fitted(self, tiles: int) -> GatedFp8Config:
         """For `tiles` tiles along F: without a cluster, of which one block would have nothing to do too often."""
-        return dataclasses.replace(self, cluster=1) if wasteful(self.cluster, tiles) else self
+        return dataclasses.replace(self, cluster=1, share="rows") if wasteful(self.cluster, tiles) else self
+
+    @property
+    def pair_slab(self) -> int:
+        """What tiles.py calls slab."""
+        return _BLOCK_M if self.share == "weights" else 0
 
     def smem_bytes(self) -> int:
         """Shared memory of one block, barriers left out."""
@@ -219,13 +227,14 @@ def _body(
     num_blocks = f // _TILE_F
     f_tiles = pl.cdiv(num_blocks, c.cluster)
     wg = lax.axis_index("wg")
-    tiles = tiles_of(sizes, tiles_smem, _BLOCK_M, 0)
+    tiles = tiles_of(sizes, tiles_smem, _BLOCK_M, c.pair_slab)
     groups = dict(num_groups=num_groups, num_rows=m, block=_BLOCK_M)
 
     def tiles_here():
         """As in mosaic_sm90."""
         held = dict(num_weights=w.shape[0], group_offset=offset[0])
-        return tiles_in_order(tiles, f_tiles, groups, held, cluster=c.cluster, band=c.band, zero_tail=zero_tail)
+        how: Any = dict(cluster=c.cluster, band=c.band, zero_tail=zero_tail, slab=c.pair_slab)
+        return tiles_in_order(tiles, f_tiles, groups, held, **how)
 
     @pl.when(wg == CONSUMERS)
     def _produce():
@@ -243,11 +252,21 @@ def _body(
                     plgpu.barrier_wait(empty.at[slot])
 
                 ks = pl.ds(j * BLOCK, BLOCK)
-                shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-                copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, shared, interpret=interpret)
-                for part in range(2):
-                    source = w.at[weight, part, pl.ds(block * _TILE_F, _TILE_F), ks]
-                    plgpu.copy_gmem_to_smem(source, b_smem.at[slot, pl.ds(part * _TILE_F, _TILE_F)], full.at[slot])
+
+                def load(rows_shared: Any, weights_shared: Any):
+                    copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, rows_shared, interpret=interpret)
+                    for part in range(2):
+                        source = w.at[weight, part, pl.ds(block * _TILE_F, _TILE_F), ks]
+                        target = b_smem.at[slot, pl.ds(part * _TILE_F, _TILE_F)]
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot], **weights_shared)
+
+                together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
+                if c.share == "weights":
+                    paired = tile[-2]
+                    pl.when(paired)(lambda: load({}, together))
+                    pl.when(jnp.logical_not(paired))(lambda: load(together, {}))
+                else:
+                    load(together, {})
                 return step + 1
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
@@ -298,7 +317,7 @@ def _body(
 
         def finish(box, tile, step, steps):
             """All of a box of a tile."""
-            _, first, last, boxes, group_rows, block = tile
+            (_, first, last, boxes, group_rows), block = tile[:5], tile[-1]
             row = jnp.where(box < boxes - 1, first + box * BOX, last)
             of_gate, of_up = totals(box, row, tile, step, steps)
             value = _activate(of_gate, of_up, gate, interpret=interpret)
@@ -355,7 +374,7 @@ def gated_matmul_fp8(
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=CONSUMERS, num_barriers=c.stages)
     else:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
-    sizes, tiles_smem = tables(group_sizes, _BLOCK_M, 0, interpret)
+    sizes, tiles_smem = tables(group_sizes, _BLOCK_M, c.pair_slab, interpret)
     kernel = plgpu.kernel(
         functools.partial(
             _body,

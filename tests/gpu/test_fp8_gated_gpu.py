@@ -11,7 +11,7 @@ from pallas_kernels.grouped_matmul import Gate, Problem, mosaic_entry, tuning
 from pallas_kernels.quantize import dequantize, get_format, quantize, swiglu_quantize
 
 pytestmark = pytest.mark.gpu
-CONFIGS = [{}, {"lead": 0}, {"cluster": 1}, {"cluster": 1, "lead": 0, "stages": 3}, {"band": 2}]
+CONFIGS = [{}, {"lead": 0}, {"cluster": 1}, {"cluster": 1, "lead": 0, "stages": 3}, {"band": 2}, {"share": "weights"}]
 
 
 @pytest.fixture(autouse=True)
