@@ -357,7 +357,7 @@ def test_a_layer_that_asks_for_it_sums_in_the_exchange_but_under_differentiation
         caps = DeviceCaps("gpu", (9, 0), 2, "nvlink", gathering_combine=asked)
         layer = build_moe(config, mesh=mesh_of(2), expert_axis="ep", backend="nvlink_one_sided", caps=caps)
         run = lambda params, x: moe(layer, params, x).astype(jnp.float32).sum()  # noqa: E731
-        traced = jax.jit(jax.grad(run) if gradient else run).trace(params, x)
+        traced = jax.jit(jax.value_and_grad(run) if gradient else run).trace(params, x)
         return set(re.findall(r"combine_\w+(?=_mosaic_gpu)", traced.lower(lowering_platforms=("cuda",)).as_text()))
 
     assert sums(False, False) == sums(False, True) == sums(True, True) == {"combine_rows"}
