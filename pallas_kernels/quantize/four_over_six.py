@@ -17,8 +17,8 @@ high bytes become a word by one PRMT.
 
 The errors are compared as in `lane._four_over_six`, with the scales S and g as they are and not moved: rows whose S is
 outside [2^-100, 2^90) go the slow way, and so do blocks with a scale below 2^-6 or so large that map-to-4 may saturate.
-Roundings make the difference of the errors differ from the specified one by at most 5 * 2^-24 * sum (x/s)^2, where x/s
-is at most 6.375: less than 2e-4 s^2 (1.4e-4 was the most in 3 million blocks), which DOUBT covers.
+Roundings make the difference of the errors differ from the specified one by an estimated 5 * 2^-24 * sum (x/s)^2 at
+most, where x/s is at most 6.375: 2e-4 s^2, which DOUBT covers (1.4e-4 was the most in 5 million blocks made for it).
 """
 
 from __future__ import annotations
