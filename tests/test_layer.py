@@ -135,6 +135,18 @@ def test_R8_gradients_equal_R1_gradients(backend):
         assert error(b, np.asarray(a, np.float64)) < 2e-6
 
 
+@pytest.mark.parametrize("backend", ["local", "nvlink_two_sided", "low_latency"])
+def test_a_gradient_of_a_gradient_is_refused_where_it_would_be_wrong(backend):
+    params, x = inputs()
+    layer = build_moe(CONFIG, mesh=None if backend == "local" else mesh_of((4,)), backend=backend)
+
+    def twice(x):
+        return jax.grad(lambda x: (jax.grad(lambda x: (moe(layer, params, x) ** 2).sum())(x) ** 2).sum())(x)
+
+    with pytest.raises(NotImplementedError, match="derivative of a gradient.*first derivatives only"):
+        jax.eval_shape(twice, x)
+
+
 def test_experts_without_tokens_have_exactly_zero_weight_gradients():
     params, x = inputs()
     favoured = jnp.zeros_like(params.router).at[:2].set(params.router[:2])

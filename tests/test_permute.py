@@ -102,6 +102,11 @@ def test_gradients_equal_those_of_plain_indexing(rng):
         np.testing.assert_allclose(a, b, atol=2e-6)
     assert "scatter-add" not in str(jax.make_jaxpr(jax.grad(ours, (0, 1)))(x, w))
 
+    def twice(f):
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(f)(x, w)))))(x)
+
+    np.testing.assert_allclose(twice(ours), twice(plain), atol=2e-6)
+
 
 def test_moving_quantised_rows_equals_quantising_moved_rows_bit_for_bit(rng):
     x = jnp.asarray(rng.normal(size=(20, 64)), jnp.bfloat16)

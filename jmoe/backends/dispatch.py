@@ -17,6 +17,7 @@ from jax import lax
 
 from jmoe.payload import RowLayout, pack, row_layout, unpack, unpack_data, unpack_weights
 from jmoe.plan import Plan
+from pallas_kernels.derivatives import first_only
 from pallas_kernels.quantize import QTensor
 
 from .base import Backend, Exchange, received_valid
@@ -171,7 +172,7 @@ def _dispatch_fwd(backend, exchange, layout, x, weights, ids, plan, global_scale
 
 def _dispatch_bwd(backend, exchange, layout, residuals, cotangents):
     plan, local, like = residuals  # `like` carries the dtype of x
-    dx, _, dweights, _ = cotangents
+    dx, _, dweights, _ = first_only(cotangents)
     dx = jnp.where(jnp.any(local >= 0, axis=1, keepdims=True), dx, 0).astype(exchange.dtype)
     engine = exchange.engine if backend.kernel_slot else None
     if backend.form == "batched":  # the weights do not enter here; combine applies them

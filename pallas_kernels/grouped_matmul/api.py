@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from ..derivatives import first_only
 from ..quantize import QTensor
 from . import blackwell_entry, mosaic_entry, portable, triton_entry
 
@@ -167,7 +168,7 @@ def _forward(static, x, stand_in, w, group_sizes, group_offset):
 
 
 def _backward(static, residuals, dy):
-    x, like, w, group_sizes, group_offset = residuals
+    (x, like, w), (group_sizes, group_offset), dy = first_only(residuals[:3]), residuals[3:], first_only(dy)
     (m, k), (groups, n, _) = x.shape, w.shape
 
     def run(op, a, b, dtype, **options):

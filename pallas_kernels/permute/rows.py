@@ -60,7 +60,7 @@ def _gather_fwd(fill, implementation, x, source, position):
 def _gather_bwd(fill, implementation, position, dy):
     del fill
     ones = jnp.ones(position.shape, jnp.float32)
-    return _weighted_sum(dy, position, ones, dy.dtype.name, implementation), None, None
+    return _combine(dy.dtype.name, implementation, dy, position, ones), None, None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -142,7 +142,7 @@ def _gather_decoded_bwd(dtype, implementation, residuals, dy):
     if like is None:
         return None, None, None, None
     ones = jnp.ones(position.shape, jnp.float32)
-    return _weighted_sum(dy, position, ones, like.dtype.name, implementation), None, None, None
+    return _combine(like.dtype.name, implementation, dy, position, ones), None, None, None
 
 
 _gather_decoded.defvjp(_gather_decoded_fwd, _gather_decoded_bwd)
