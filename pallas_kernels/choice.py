@@ -23,6 +23,9 @@ def on_cuda(kernel: Callable[[Any], Any], plain: Callable[[Any], Any], args: Any
     @batchable.def_vmap
     def _(axis_size, in_batched, args):
         del axis_size
+        if not any(jax.tree.leaves(in_batched)):  # JAX asks here too, where what is mapped does not reach the arguments
+            out = kernel(args)
+            return out, jax.tree.map(lambda _: False, out)
         leaves, tree = jax.tree.flatten(args)
         axes = [0 if batched else None for batched in jax.tree.leaves(in_batched)]
         out = jax.vmap(lambda *leaves: plain(jax.tree.unflatten(tree, leaves)), in_axes=axes)(*leaves)

@@ -135,6 +135,17 @@ def test_R8_gradients_equal_R1_gradients(backend):
         assert error(b, np.asarray(a, np.float64)) < 2e-6
 
 
+def test_gradients_can_be_mapped_over_sequences():
+    params, x = inputs(shape=(2, 8))
+    layer = build_moe(CONFIG, mesh=mesh_of((2,)), backend="nvlink_two_sided")
+
+    def gradient(x):
+        return jax.grad(lambda x: (moe(layer, params, x) ** 2).sum())(x)
+
+    mapped = jax.jit(jax.vmap(gradient))(x)
+    assert error(mapped, np.asarray(jax.jit(gradient)(x), np.float64)) < 1e-6
+
+
 @pytest.mark.parametrize("backend", ["local", "nvlink_two_sided", "low_latency"])
 def test_a_gradient_of_a_gradient_is_refused_where_it_would_be_wrong(backend):
     params, x = inputs()
