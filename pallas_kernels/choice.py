@@ -9,18 +9,14 @@ import jax
 from jax import lax
 
 
-def on_cuda(kernel: Callable[[Any], Any], plain: Callable[[Any], Any], args: Any, *, always: bool = False) -> Any:
-    """kernel(args) on CUDA devices and plain(args) on others, which is decided when the program is lowered.
-
-    args: a pytree of arrays. Both give the same results. Under `jax.vmap`, for which kernels have no rule, it is
-    `plain`. always: the kernel on every device, for those who asked for it by name.
-    """
+def batchable(kernel: Callable[[Any], Any], plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """kernel, which under `jax.vmap`, for which it has no rule, is `plain`. Both take a pytree of arrays."""
 
     @jax.custom_batching.custom_vmap
-    def batchable(args):
+    def call(args):
         return kernel(args)
 
-    @batchable.def_vmap
+    @call.def_vmap
     def _(axis_size, in_batched, args):
         del axis_size
         if not any(jax.tree.leaves(in_batched)):  # JAX asks here too, where what is mapped does not reach the arguments
@@ -31,4 +27,14 @@ def on_cuda(kernel: Callable[[Any], Any], plain: Callable[[Any], Any], args: Any
         out = jax.vmap(lambda *leaves: plain(jax.tree.unflatten(tree, leaves)), in_axes=axes)(*leaves)
         return out, jax.tree.map(lambda _: True, out)
 
-    return batchable(args) if always else lax.platform_dependent(args, cuda=batchable, default=plain)
+    return call
+
+
+def on_cuda(kernel: Callable[[Any], Any], plain: Callable[[Any], Any], args: Any, *, always: bool = False) -> Any:
+    """kernel(args) on CUDA devices and plain(args) on others, which is decided when the program is lowered.
+
+    args: a pytree of arrays. Both give the same results. Under `jax.vmap`, for which kernels have no rule, it is
+    `plain`. always: the kernel on every device, for those who asked for it by name.
+    """
+    call = batchable(kernel, plain)
+    return call(args) if always else lax.platform_dependent(args, cuda=call, default=plain)

@@ -135,9 +135,10 @@ def test_R8_gradients_equal_R1_gradients(backend):
         assert error(b, np.asarray(a, np.float64)) < 2e-6
 
 
-def test_gradients_can_be_mapped_over_sequences():
+@pytest.mark.parametrize("backend", ["nvlink_two_sided", "deepep_high_throughput"])
+def test_gradients_can_be_mapped_over_sequences(backend):
     params, x = inputs(shape=(2, 8))
-    layer = build_moe(CONFIG, mesh=mesh_of((2,)), backend="nvlink_two_sided")
+    layer = build_moe(CONFIG, mesh=mesh_of((2,)), backend=backend)
 
     def gradient(x):
         return jax.grad(lambda x: (moe(layer, params, x) ** 2).sum())(x)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .. import compat
+from ..choice import batchable
 from .reference import ragged_all_to_all_reference
 
 Implementation = Literal["reference", "lax", "mosaic"]
@@ -145,8 +146,14 @@ def _run(axis_name, implementation, operand, output, *tables):
         return reference(operand, output, *tables)
     if implementation is not None:
         return {"reference": reference, "lax": xla, "mosaic": kernel}[implementation](operand, output, *tables)
-    gpu = xla if reason else kernel
-    return lax.platform_dependent(operand, output, *tables, cpu=reference, cuda=gpu, default=xla)
+
+    # JAX cannot map a ragged all-to-all over an axis of its operands, nor a kernel; the reference can be.
+    def plain(args):
+        return reference(*args)
+
+    default = batchable(lambda args: xla(*args), plain)
+    gpu = default if reason else batchable(lambda args: kernel(*args), plain)
+    return lax.platform_dependent((operand, output, *tables), cpu=plain, cuda=gpu, default=default)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
