@@ -58,7 +58,14 @@ def placement_from_slots(slots: Sequence[Sequence[int]] | np.ndarray, num_expert
 
     Raises ValueError where a slot names no expert of 0..num_experts-1, or an expert has no slot at all.
     """
-    table = np.asarray(slots, np.int32)
+    try:
+        table = np.asarray(slots)
+    except ValueError:  # numpy's, about an inhomogeneous shape
+        lengths = sorted({len(row) for row in slots})
+        raise ValueError(f"slots has rows of {lengths} entries; fill the shorter ones up with -1.") from None
+    if table.size and not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(f"slots holds {table.dtype}; expert ids are integers.")
+    table = table.astype(np.int32)
     if table.ndim != 2:
         raise ValueError(f"slots has shape {table.shape}; give one row of expert ids for each rank, [R, E_loc].")
     if table.size and (table.min() < -1 or table.max() >= num_experts):

@@ -317,6 +317,8 @@ def test_arguments_that_do_not_fit_are_refused_with_what_would(rng):
         ),
         (r"48 columns, but hidden_size=64", lambda: apply_experts(x[:, :48], ids, weights, params, CONFIG)),
         (r"both be \[N, K\]", lambda: apply_experts(x, ids, weights[:, :1], params, CONFIG)),
+        (r"both be \[N, K\]", lambda: apply_experts(x, ids[:, 0], weights[:, 0], params, CONFIG)),
+        (r"ids are float32", lambda: apply_experts(x, ids.astype(jnp.float32), weights, params, CONFIG)),
         (
             r"batched form.*apply_batched_experts",
             lambda: apply_experts(x, ids, weights, params, CONFIG, experts="batched"),

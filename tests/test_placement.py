@@ -127,5 +127,9 @@ def test_placements_that_leave_an_expert_homeless_are_refused():
         placement_from_slots([[0, 1], [2, 3]], 3)
     with pytest.raises(ValueError, match=r"one row of expert ids for each rank"):
         placement_from_slots([0, 1, 2], 3)
+    with pytest.raises(ValueError, match=r"rows of \[1, 2\] entries; fill the shorter ones up with -1"):
+        placement_from_slots([[0, 1], [2]], 3)
+    with pytest.raises(ValueError, match=r"float64; expert ids are integers"):
+        placement_from_slots([[0, 1.5], [2, 0]], 3)
     with pytest.raises(ValueError, match=r"must both be positive"):
         even_placement(0, 4)

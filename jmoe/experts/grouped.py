@@ -112,10 +112,12 @@ def apply_experts_unsummed(
         )
     check_weights(params, config)
     check_input(x, config, spec, quantize_input=quantize_input)
-    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+    if ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"ids {ids.shape} and weights {weights.shape} must both be [N, K] with the N={x.shape[0]} rows of x."
         )
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"ids are {ids.dtype}; they are indices of experts: cast them to int32.")
     num_experts = params.gate_up.shape[0]
     if order is None:
         if ids.shape[1] > num_experts:  # then distinct ids need fewer places than N * K
