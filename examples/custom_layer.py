@@ -17,7 +17,7 @@ import sys
 
 
 def main(argv=None) -> dict[str, float]:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8)
     args = parser.parse_args(argv)
     if "jax" not in sys.modules:  # virtual devices must be asked for before JAX starts

@@ -30,7 +30,7 @@ WIRES = {"BF16": None, "MXFP8": "mxfp8", "NVFP4 per token": "nvfp4_token", "NVFP
 
 
 def parse(argv=None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=pathlib.Path, default=TINY_MODEL, help="a Hugging Face Qwen3-MoE folder")
     p.add_argument("--prompt", action="append", help="what to continue; several make a batch")
     p.add_argument(

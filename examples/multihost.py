@@ -44,7 +44,7 @@ import time
 
 
 def parse(argv=None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--coordinator", help="host:port of process 0; found by itself under SLURM")
     p.add_argument("--processes", type=int, help="how many there are in all; found by itself under SLURM")
     p.add_argument("--process", type=int, help="the number of this one; found by itself under SLURM")

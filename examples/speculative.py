@@ -89,7 +89,7 @@ def run(model: Qwen3Moe, draft: Qwen3Moe, ids: jax.Array, *, steps: int, window:
 
 
 def main(argv=None) -> None:
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=pathlib.Path, default=pathlib.Path(__file__).parent / "tiny_model")
     p.add_argument("--prompt", default="import os\nimport sys\n\n")
     p.add_argument("--max-tokens", type=int, default=128)

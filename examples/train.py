@@ -30,7 +30,7 @@ from typing import Any
 
 
 def parse(argv=None) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=pathlib.Path, required=True, help="folder to write the model to")
     p.add_argument("--steps", type=int, default=8000)
     p.add_argument("--batch", type=int, default=64, help="sequences in a step, a multiple of --devices")
