@@ -52,7 +52,10 @@ def parse(argv=None) -> argparse.Namespace:
     p.add_argument(
         "--windows", type=int, default=32, help="held-out text for the table, in windows of 512 bytes; 0: no table"
     )
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.max_tokens < 1:
+        p.error(f"--max-tokens {args.max_tokens}: at least 1")
+    return args
 
 
 def start_jax(devices: int | None) -> None:

@@ -59,7 +59,12 @@ def parse(argv=None) -> argparse.Namespace:
     for name, value in TINY.items():
         if isinstance(value, int) and not isinstance(value, bool) and name not in ("vocab_size", "eos_token_id"):
             p.add_argument("--" + name.replace("_", "-"), type=int, help=argparse.SUPPRESS)
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.steps < 2:
+        p.error(f"--steps {args.steps}: at least 2, the first of which warms the learning rate up")
+    if args.context < 2:
+        p.error(f"--context {args.context}: at least 2, for a byte and the one to predict")
+    return args
 
 
 # The model that ships with the repository, as a config.json: 2.8 million parameters, 5.6 MB in bfloat16.
@@ -203,6 +208,8 @@ class Run:
         from jmoe.nn import MoE
 
         count = 1 if args.dense_experts else min(args.devices, jax.device_count())
+        if args.batch % count:
+            raise SystemExit(f"--batch {args.batch} must be a multiple of the {count} devices.")
         devices = jax.devices()[:count]
         mesh = jax.make_mesh((count,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
         on_gpu = jax.default_backend() == "gpu"
