@@ -188,7 +188,7 @@ def build_moe(
 
     Arguments:
         config: what the layer computes, and what is quantised.
-        mesh: the devices; None, or a mesh without `expert_axis`, is one rank.
+        mesh: the devices; None is one rank, and so is a mesh without `expert_axis`, for backend="local" only.
         expert_axis: the mesh axis over which experts are spread, or several of them, the first slowest: (hosts, ranks
             of a host). token_axes: those over which tokens are (None: all).
         backend: how tokens move, a name of `jmoe.backends.BACKENDS` or an alias, or "auto".
@@ -225,10 +225,10 @@ def build_moe(
             "axis along which they are exchanged. Add it, or leave token_axes out."
         )
     if axes and not set(expert_axes) <= set(axes):
-        if backend not in ("auto", "local", "none"):
+        if backend not in ("local", "none"):
             raise ValueError(
-                f"backend={backend!r} exchanges tokens over the mesh axis {expert_axis!r}, but the mesh has {axes}. "
-                "Name one of them as expert_axis, or use backend='local'."
+                f"backend={backend!r} spreads the experts over the mesh axis {expert_axis!r}, but the mesh has {axes}. "
+                "Name one of them as expert_axis, or use backend='local', with which every device has all experts."
             )
         mesh, token_axes = None, ()
     num_ranks = math.prod(mesh.shape[a] for a in expert_axes) if mesh is not None else 1

@@ -318,6 +318,7 @@ def test_nixl_rank_mask_is_data_and_does_not_retrace():
         (dict(mesh=(("ep",), (4,)), token_axes=("dp",)), r"token_axes=\('dp',\).*does not have.*Leave token_axes"),
         (dict(mesh=(("dp", "ep"), (2, 4)), token_axes=("dp",)), "not among token_axes.*Add it"),
         (dict(mesh=(("dp",), (4,)), backend="nvlink_two_sided"), "has .'dp',.*expert_axis, or use backend='local'"),
+        (dict(mesh=(("data",), (4,))), "'auto' spreads the experts.*'ep'.*has .'data',.*expert_axis, or .*'local'"),
         (dict(mesh=(("ep",), (4,)), num_local=1), "num_local=1 slots.*at least 2"),
         (dict(mesh=(("ep",), (4,)), num_local=2.5), "num_local=2.5 slots.*at least 2"),
         (dict(mesh=(("ep",), (4,)), overlap_chunks=1.5), "overlap_chunks=1.5 must be at least 1"),
@@ -330,6 +331,10 @@ def test_F47_refusals_come_before_tracing_and_say_what_to_do(options, message):
     names, shape = options.pop("mesh")
     with pytest.raises(ValueError, match=message):
         build_moe(CONFIG, mesh=mesh_of(shape, names), **options)
+
+
+def test_a_mesh_without_the_expert_axis_is_one_rank_for_who_asks_for_that():
+    assert build_moe(CONFIG, mesh=mesh_of((4,), ("data",)), backend="local").num_ranks == 1
 
 
 def test_one_token_axis_may_be_a_name():
