@@ -7,60 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_ranks import NEEDS_GPUS, NUM_RANKS, ROUTERS, UNSIGNED, mapped, put, route
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jmoe import compat
 from jmoe.backends import combine, dispatch_payload, exchange_for, get_backend
-from jmoe.backends.engine import ENGINE, GATHERING_ENGINE, engine_reason
-from jmoe.caps import DeviceCaps
+from jmoe.backends.engine import ENGINE, GATHERING_ENGINE
 from jmoe.payload import row_layout
 from pallas_kernels.permute import Unsummed, merge_duplicates, sort_by_expert
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.skipif(
-        jax.devices()[0].platform == "gpu" and engine_reason(DeviceCaps.detect()) is not None,
-        reason="the kernels cannot serve these devices",
-    ),
-]
+pytestmark = NEEDS_GPUS
 
 BACKEND = get_backend("nvlink_one_sided")
-ROUTERS = ("uniform", "zipf", "one_rank", "empty_rank", "invalid")
-NUM_RANKS = min(jax.device_count(), 8)
-UNSIGNED = {2: jnp.uint16, 4: jnp.uint32}
-
-
-def mesh():
-    return jax.sharding.Mesh(np.array(jax.devices()[:NUM_RANKS]), ("ep",))
-
-
-def mapped(function):
-    """`function` of one rank's arrays, over all devices; arrays have a leading axis of ranks outside."""
-    local = lambda *a: jax.tree.map(lambda v: v[None], function(*[v[0] for v in a]))  # noqa: E731
-    return jax.jit(compat.shard_map(local, mesh=mesh(), in_specs=P("ep"), out_specs=P("ep")))
-
-
-def put(*arrays):
-    return [jax.device_put(a, NamedSharding(mesh(), P("ep"))) for a in arrays]
-
-
-def route(router, tokens, experts, top_k, seed=0):
-    """ids int32 [R, T, K] of all ranks by a router of that name."""
-    rng = np.random.default_rng(seed)
-    noise = rng.gumbel(size=(NUM_RANKS, tokens, experts)).astype(np.float32)
-    if router == "zipf":
-        noise -= np.log1p(np.arange(experts, dtype=np.float32))
-    ids = np.argsort(-noise, axis=-1, kind="stable")[..., :top_k]
-    if router == "one_rank":  # with repetitions
-        ids = ids % (experts // NUM_RANKS)
-    if router == "empty_rank":
-        ids[0] = -1
-    if router == "invalid":
-        ids[:] = -1
-    return ids.astype(np.int32)
 
 
 def exchange_by(engine, tokens, experts, top_k, capacity_factor=None):
@@ -120,7 +77,7 @@ def test_the_bits_are_those_of_the_two_steps(tokens, hidden, top_k):
     experts = 32 * NUM_RANKS
     run = mapped(both_ways(tokens, hidden, top_k, experts))
     for router in ROUTERS:
-        sent = check(run, route(router, tokens, experts, top_k))
+        sent = check(run, route(router, tokens, experts, top_k, repeat=True))
         assert (sent == 0) == (router == "invalid" or tokens == 0), router
 
 
@@ -129,7 +86,7 @@ def test_rows_beyond_the_capacity_and_sums_in_bfloat16(tokens):
     experts = 8 * NUM_RANKS
     run = mapped(both_ways(tokens, 7168, 4, experts, out_dtype=jnp.bfloat16, capacity_factor=0.75))
     for router in ROUTERS[:4]:
-        assert check(run, route(router, tokens, experts, 4)) > 0
+        assert check(run, route(router, tokens, experts, 4, repeat=True)) > 0
 
 
 @pytest.mark.parametrize("tokens, calls", [(48, 1000), (2048, 100)])

@@ -10,25 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_ranks import NEEDS_GPUS
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmoe import compat
 from jmoe.backends import combine, dispatch_payload, exchange_for, get_backend
-from jmoe.backends.engine import ENGINE, engine_reason
+from jmoe.backends.engine import ENGINE
 from jmoe.backends.hierarchical import hierarchical_engine
-from jmoe.caps import DeviceCaps
 from jmoe.payload import row_layout, to_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs"),
-    pytest.mark.skipif(
-        jax.devices()[0].platform == "gpu" and engine_reason(DeviceCaps.detect()) is not None,
-        reason="the kernels cannot serve these devices",
-    ),
-]
+pytestmark = NEEDS_GPUS
 
 
 def exchanges(backend, tokens, hidden, top_k):
