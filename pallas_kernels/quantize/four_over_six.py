@@ -15,7 +15,7 @@ neighbours whose parity resolves the tie as E2M1 does. Rounded to float16 (two v
 LOWER, which takes what 2^-9 added off again and also rounds, the first value of each code is a multiple of 256. Four
 high bytes become a word by one PRMT.
 
-The errors are compared as in `lane._four_over_six`, with the scales S and g as they are and not moved: rows whose S is
+The errors are summed and compared by `lane.Errors`, with the scales S and g as they are and not moved: rows whose S is
 outside [2^-100, 2^90) go the slow way, and so do blocks with a scale below 2^-6 or so large that map-to-4 may saturate.
 Roundings make the difference of the errors differ from the specified one by an estimated 5 * 2^-24 * sum (x/s)^2 at
 most, where x/s is at most 6.375: 2e-4 s^2, which DOUBT covers (1.4e-4 was the most in 5 million blocks made for it).
@@ -28,7 +28,6 @@ from .formats import BlockFormat
 
 LIFT, LOWER = (1 + 2.0**-9) * 2.0**-14, 1 - 5 * 2.0**-11
 STEPS = 2**23 - 2  # float32 bits 0x4AFFFFFC
-DOUBLED = (0x03020100, 0x0C080604)  # bytes 2q of the E2M1 codes 0..7
 SMALLEST, LARGEST = 2.0**-6, 300.0  # of map-to-6's scale before rounding; 1.5 * 300 rounds to 448
 
 
@@ -69,33 +68,17 @@ def encode_unit(o, words, dtype: str, values, lanes: int, nv: lane.NvScale | Non
     to_six, to_four = o.where(zero, o.F(0.0), o.rcp(scale_six)), o.rcp(four * decode)
     exponent = o.bits(top) >> 23
     four_rho = encode * o.float((exponent - 13) << 23)
-    to_fixed = scale_six * o.float((o.U(269) - exponent) << 23)
-    sixteen, left = nv.hidden + 16, nv.hidden + 0x10000  # see `lane._four_over_six`
-    table = [o.hidden_zero() + DOUBLED[0], o.U(DOUBLED[1])]
-    even, odd = o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)
-    packed, squares, products = ([], []), [o.U(0), o.U(0)], [o.U(0), o.U(0)]
-    for part in (words[: len(words) // 2], words[len(words) // 2 :]):  # by eight values: registers
-        if dtype == "bf16":
-            loaded = [o.float(v) for w in part for v in (o.mad(w, left, o.U(0)), w & 0xFFFF0000)]
-        else:
-            loaded = lane.to_floats(o, part, dtype)
+    errors = lane.Errors(o, nv, scale_six * o.float((o.U(269) - exponent) << 23))
+    for loaded in errors.by_eight(words, dtype):
         scaled = [o.abs(v) * to_six for v in loaded]
-        low, high = ([o.bits(o.fma(y, to_fixed, c)) for y in scaled[n::2]] for n, c in ((0, even), (1, odd)))
-        fixed = [o.mad(b, left, a) for a, b in zip(low, high, strict=True)]
-        found = codes_to_seven(o, scaled), codes_to_six(o, [o.abs(v) * to_four for v in loaded], sixteen, left)
-        for k, codes in enumerate(found):
-            packed[k].append(codes)
-            for i, half in enumerate((codes, codes >> 16)):
-                doubled = o.prmt(*table, half)
-                squares[k] = o.dot4(doubled, doubled, squares[k])
-                products[k] = o.dot2(fixed[2 * i], doubled, products[k], 0)
-                products[k] = o.dot2(fixed[2 * i + 1], doubled, products[k], 1)
-    sums = zip((six, four), map(o.from_int, squares), map(o.from_int, products), strict=True)
-    terms = [o.fms(s, squared, four_rho * product) for s, squared, product in sums]
-    difference = o.fms(four, terms[1], six * terms[0])
-    doubt = o.abs(difference) < six * six * o.F(4 * lane.DOUBT)
+        errors.mapped_to_six(scaled)
+        to_six_codes = codes_to_seven(o, scaled)
+        to_four_codes = codes_to_six(o, [o.abs(v) * to_four for v in loaded], errors.sixteen, errors.left)
+        errors.add(0, to_six_codes)
+        errors.add(1, to_four_codes)
+    difference, doubt = errors.compare(six, four, four_rho)
     map_to_four = difference < o.F(0.0)
-    codes = lane.signed(o, [o.where(map_to_four, b, a) for a, b in zip(*packed, strict=True)], words, dtype)
+    codes = lane.signed(o, errors.better(map_to_four), words, dtype)
 
     def slowly():
         hidden_top = o.float(o.opaque(o.bits(top)))  # so that nothing of this is moved into the quick way

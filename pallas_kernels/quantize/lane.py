@@ -221,44 +221,78 @@ def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
         return codes, scale
     exponent = o.bits(moved) >> 23
     four_rho = nv.encode * o.float((exponent - 13) << 23)
-    to_fixed = six * nv.decode * o.float((o.U(269) - exponent) << 23)  # y of map-to-6 to X, which rounding makes exact
-    # A multiply-add by a known power of two becomes a shift, in the pipe of the logic instructions, which these kernels
-    # fill; a table that is a known constant, or the same in all threads, is copied for each use.
-    sixteen, left = nv.hidden + 16, nv.hidden + 0x10000
-    table = [o.hidden_zero() + DOUBLED[0], o.U(DOUBLED[1])]
-    # The second constant undoes what the first leaves above bit 15.
-    even, odd = o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)
+    errors = Errors(o, nv, six * nv.decode * o.float((o.U(269) - exponent) << 23))
     factors = [_encode(o, six, nv), o.rcp(four * nv.decode) * nv.shift]  # four is 0 only where six is: map-to-6 then
-    packed, squares, products = ([], []), [o.U(0), o.U(0)], [o.U(0), o.U(0)]
-    for part in (words[: len(words) // 2], words[len(words) // 2 :]):  # by eight values: registers
-        if dtype == "bf16":
-            values = [o.float(v) for w in part for v in (o.mad(w, left, o.U(0)), w & 0xFFFF0000)]
-        else:
-            values = to_floats(o, part, dtype)
-        fixed = []
+    for values in errors.by_eight(words, dtype):
         for k, factor in enumerate(factors):
             scaled = [o.abs(v) * factor for v in values]
-            if not fixed:
-                low, high = ([o.bits(o.fma(y, to_fixed, c)) for y in scaled[n::2]] for n, c in ((0, even), (1, odd)))
-                fixed = [o.mad(b, left, a) for a, b in zip(low, high, strict=True)]
-            (codes,) = e2m1_words(o, [_round_e2m1(o, y)[0] for y in scaled], sixteen)
-            packed[k].append(codes)
-            for i, half in enumerate((codes, codes >> 16)):
-                doubled = o.prmt(*table, half)
-                squares[k] = o.dot4(doubled, doubled, squares[k])
-                products[k] = o.dot2(fixed[2 * i], doubled, products[k], 0)
-                products[k] = o.dot2(fixed[2 * i + 1], doubled, products[k], 1)
-    squares, products = ([o.from_int(v) for v in integers] for integers in (squares, products))
-    # Four times the error of map-to-4 less that of map-to-6: s * (s * sum (2q)^2 - 4 * rho * sum 2q*X) for each.
-    sums = zip((six, four), squares, products, strict=True)
-    terms = [o.fms(s, squared, four_rho * product) for s, squared, product in sums]
-    difference = o.fms(four, terms[1], six * terms[0])
-    doubt = o.abs(difference) < six * six * o.F(4 * DOUBT)
+            if k == 0:
+                errors.mapped_to_six(scaled)
+            (codes,) = e2m1_words(o, [_round_e2m1(o, y)[0] for y in scaled], errors.sixteen)
+            errors.add(k, codes)
+    difference, doubt = errors.compare(six, four, four_rho)
     fits = top * factors[0] < o.F(7.0)
     map_to_four = difference < o.F(0.0)
-    codes = signed(o, [o.where(map_to_four, b, a) for a, b in zip(*packed, strict=True)], words, dtype)
+    codes = signed(o, errors.better(map_to_four), words, dtype)
     *codes, scale = o.rarely(doubt | ~fits, as_specified, [*codes, o.where(map_to_four, both >> 8, both)])
     return codes, scale
+
+
+class Errors:
+    """The squared errors of a block's two candidates (0: map-to-6, 1: map-to-4), as `_four_over_six` sums them.
+
+    to_fixed: factor from y of map-to-6 to X, which rounding makes exact.
+    """
+
+    def __init__(self, o, nv: NvScale, to_fixed):
+        self.o, self.to_fixed = o, to_fixed
+        # A multiply-add by a known power of two becomes a shift, in the pipe of the logic instructions, which these
+        # kernels fill; a table that is a known constant, or the same in all threads, is copied for each use.
+        self.sixteen, self.left = nv.hidden + 16, nv.hidden + 0x10000
+        self.table = [o.hidden_zero() + DOUBLED[0], o.U(DOUBLED[1])]
+        # The second constant undoes what the first leaves above bit 15.
+        self.lifts = o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)
+        self.fixed = []
+        self.packed, self.squares, self.products = ([], []), [o.U(0), o.U(0)], [o.U(0), o.U(0)]
+
+    def by_eight(self, words, dtype: str):
+        """The block's 16-bit values as float32, eight at a time: registers."""
+        o = self.o
+        for part in (words[: len(words) // 2], words[len(words) // 2 :]):
+            if dtype == "bf16":
+                yield [o.float(v) for w in part for v in (o.mad(w, self.left, o.U(0)), w & 0xFFFF0000)]
+            else:
+                yield to_floats(o, part, dtype)
+
+    def mapped_to_six(self, scaled):
+        """Takes X from eight magnitudes over the scale of map-to-6, before codes of them are added."""
+        o = self.o
+        low, high = ([o.bits(o.fma(y, self.to_fixed, c)) for y in scaled[n::2]] for n, c in enumerate(self.lifts))
+        self.fixed = [o.mad(b, self.left, a) for a, b in zip(low, high, strict=True)]
+
+    def add(self, k: int, codes):
+        """Adds the codes of eight values to candidate k."""
+        o = self.o
+        self.packed[k].append(codes)
+        for i, half in enumerate((codes, codes >> 16)):
+            doubled = o.prmt(*self.table, half)
+            self.squares[k] = o.dot4(doubled, doubled, self.squares[k])
+            self.products[k] = o.dot2(self.fixed[2 * i], doubled, self.products[k], 0)
+            self.products[k] = o.dot2(self.fixed[2 * i + 1], doubled, self.products[k], 1)
+
+    def compare(self, six, four, four_rho):
+        """(error of map-to-4 less that of map-to-6, four times; whether its sign is in doubt)."""
+        o = self.o
+        squares, products = ([o.from_int(v) for v in integers] for integers in (self.squares, self.products))
+        # s * (s * sum (2q)^2 - 4 * rho * sum 2q*X) for each.
+        sums = zip((six, four), squares, products, strict=True)
+        terms = [o.fms(s, squared, four_rho * product) for s, squared, product in sums]
+        difference = o.fms(four, terms[1], six * terms[0])
+        return difference, o.abs(difference) < six * six * o.F(4 * DOUBT)
+
+    def better(self, map_to_four):
+        """The words of codes of the candidate that was chosen, without signs."""
+        return [self.o.where(map_to_four, b, a) for a, b in zip(*self.packed, strict=True)]
 
 
 def _two_scales(o, top, nv: NvScale):
