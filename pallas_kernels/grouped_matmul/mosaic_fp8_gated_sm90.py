@@ -33,7 +33,7 @@ from .mosaic_sm90 import (
     arrive,
     as_views,
     compiler_params,
-    drain,
+    fill_stages,
     follow,
     lead_on,
     load_rows,
@@ -241,37 +241,26 @@ def _body(
         plgpu.set_max_registers(48, action="decrease")
         my_tiles, tile_at = tiles_here()
 
-        def per_tile(tile, step):
+        def load_stage(tile, j, slot):
             weight, block = tile[0], tile[-1]
+            ks = pl.ds(j * BLOCK, BLOCK)
 
-            def per_step(j, step):
-                slot = lax.rem(step, c.stages)
+            def load(rows_shared: Any, weights_shared: Any):
+                copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, rows_shared, interpret=interpret)
+                for part in range(2):
+                    source = w.at[weight, part, pl.ds(block * _TILE_F, _TILE_F), ks]
+                    target = b_smem.at[slot, pl.ds(part * _TILE_F, _TILE_F)]
+                    plgpu.copy_gmem_to_smem(source, target, full.at[slot], **weights_shared)
 
-                @pl.when(step >= c.stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
+            together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
+            if c.share == "weights":
+                paired = tile[-2]
+                pl.when(paired)(lambda: load({}, together))
+                pl.when(jnp.logical_not(paired))(lambda: load(together, {}))
+            else:
+                load(together, {})
 
-                ks = pl.ds(j * BLOCK, BLOCK)
-
-                def load(rows_shared: Any, weights_shared: Any):
-                    copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, rows_shared, interpret=interpret)
-                    for part in range(2):
-                        source = w.at[weight, part, pl.ds(block * _TILE_F, _TILE_F), ks]
-                        target = b_smem.at[slot, pl.ds(part * _TILE_F, _TILE_F)]
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot], **weights_shared)
-
-                together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-                if c.share == "weights":
-                    paired = tile[-2]
-                    pl.when(paired)(lambda: load({}, together))
-                    pl.when(jnp.logical_not(paired))(lambda: load(together, {}))
-                else:
-                    load(together, {})
-                return step + 1
-
-            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
-
-        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
+        fill_stages(my_tiles, tile_at, load_stage, k_steps, c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():

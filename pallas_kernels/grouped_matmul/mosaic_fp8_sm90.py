@@ -23,7 +23,7 @@ from .mosaic_sm90 import (
     arrive,
     as_views,
     compiler_params,
-    drain,
+    fill_stages,
     load_rows,
     num_sms,
     row_views,
@@ -237,26 +237,15 @@ def _body(
         plgpu.set_max_registers(48, action="decrease")
         my_tiles, tile_at = tiles_here()
 
-        def per_tile(tile, step):
+        def load_stage(tile, j, slot):
             weight, n_tile = tile[0], tile[-1]
+            ks = pl.ds(j * BLOCK, BLOCK)
+            shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
+            copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, shared, interpret=interpret)
+            columns = pl.ds(n_tile * _TILE_N, _TILE_N)
+            plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
 
-            def per_step(j, step):
-                slot = lax.rem(step, c.stages)
-
-                @pl.when(step >= c.stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
-
-                ks = pl.ds(j * BLOCK, BLOCK)
-                shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-                copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, shared, interpret=interpret)
-                columns = pl.ds(n_tile * _TILE_N, _TILE_N)
-                plgpu.copy_gmem_to_smem(w.at[weight, columns, ks], b_smem.at[slot], full.at[slot])
-                return step + 1
-
-            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
-
-        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
+        fill_stages(my_tiles, tile_at, load_stage, k_steps, c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():

@@ -229,6 +229,29 @@ def drain(steps, stages: int, empty):
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, ())
 
 
+def fill_stages(my_tiles, tile_at, load, k_steps: int, stages: int, empty):
+    """What the copying warpgroup does: all steps of all tiles of a block into a ring of stages.
+
+    load(tile, step of the tile, stage) starts the copies of a step, when the stage is released. A tile without a weight
+    (-1) has none.
+    """
+
+    def per_tile(tile, step):
+        def per_step(j, step):
+            slot = lax.rem(step, stages)
+
+            @pl.when(step >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            load(tile, j, slot)
+            return step + 1
+
+        return lax.fori_loop(0, jnp.where(tile[0] >= 0, k_steps, 0), per_step, step)
+
+    drain(each_tile(my_tiles, tile_at, per_tile), stages, empty)
+
+
 def _body(
     sizes,
     offset,
@@ -296,61 +319,50 @@ def _body(
                 return [w.at[weight, ks, columns]]
             return [w.at[weight, part, columns, ks] for part in range(parts)] if gate else [w.at[weight, columns, ks]]
 
-        def per_tile(tile, step):
+        def load_stage(tile, j, slot):
             weight, first, last, boxes, _, slab_rows, paired, n_tile = tile
+            ks = pl.ds(j * c.block_k, c.block_k)
+            together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
 
-            def per_step(j, step):
-                slot = lax.rem(step, c.stages)
+            def copy_rows(row, at, rows: int, needed, shared: Any):
+                source, target = x.at[pl.ds(row, rows), ks], a_load.at[slot, pl.ds(at, rows)]
+                if needed is None or not interpret:
+                    needed = {} if needed is None else dict(predicate=needed)
+                    plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared, **needed)
+                else:  # the interpreter has no predicates
+                    pl.when(needed)(lambda: plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared))
+                    pl.when(jnp.logical_not(needed))(lambda: plgpu.barrier_arrive(full.at[slot]))
 
-                @pl.when(step >= c.stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
+            def load_slab(shared: Any):
+                copy_rows(first, 0, BOX, None, shared)
+                for held in c.slabs:
+                    here = held_by(slab_rows, held)
+                    pl.when(here)(functools.partial(copy_rows, first + BOX, BOX, held - BOX, None, shared))
 
-                ks = pl.ds(j * c.block_k, c.block_k)
-                together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
+            def load(rows_shared: Any, weights_shared: Any):
+                for box in range(max_boxes):
+                    row = jnp.where(box < boxes - 1, first + box * BOX, last)
+                    copy_rows(row, box * BOX, BOX, box < boxes if box else None, rows_shared)
+                load_weights(weights_shared)
 
-                def copy_rows(row, at, rows: int, needed, shared: Any):
-                    source, target = x.at[pl.ds(row, rows), ks], a_load.at[slot, pl.ds(at, rows)]
-                    if needed is None or not interpret:
-                        needed = {} if needed is None else dict(predicate=needed)
-                        plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared, **needed)
-                    else:  # the interpreter has no predicates
-                        pl.when(needed)(lambda: plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared))
-                        pl.when(jnp.logical_not(needed))(lambda: plgpu.barrier_arrive(full.at[slot]))
+            def load_weights(weights_shared: Any):
+                for part, window in enumerate(weights(weight, n_tile, ks)):
+                    target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)] if gate else b_smem.at[slot]
+                    plgpu.copy_gmem_to_smem(window, target, full.at[slot], **weights_shared)
 
-                def load_slab(shared: Any):
-                    copy_rows(first, 0, BOX, None, shared)
-                    for held in c.slabs:
-                        here = held_by(slab_rows, held)
-                        pl.when(here)(functools.partial(copy_rows, first + BOX, BOX, held - BOX, None, shared))
+            if c.share == "weights":
+                pl.when(paired)(lambda: load({}, together))
+                pl.when(jnp.logical_not(paired) & (slab_rows == 0))(lambda: load(together, {}))
+                if c.slab:
 
-                def load(rows_shared: Any, weights_shared: Any):
-                    for box in range(max_boxes):
-                        row = jnp.where(box < boxes - 1, first + box * BOX, last)
-                        copy_rows(row, box * BOX, BOX, box < boxes if box else None, rows_shared)
-                    load_weights(weights_shared)
+                    @pl.when(slab_rows > 0)
+                    def _():
+                        load_slab(together)
+                        load_weights({})
+            else:
+                load(together, {})
 
-                def load_weights(weights_shared: Any):
-                    for part, window in enumerate(weights(weight, n_tile, ks)):
-                        target = b_smem.at[slot, pl.ds(part * tile_n, tile_n)] if gate else b_smem.at[slot]
-                        plgpu.copy_gmem_to_smem(window, target, full.at[slot], **weights_shared)
-
-                if c.share == "weights":
-                    pl.when(paired)(lambda: load({}, together))
-                    pl.when(jnp.logical_not(paired) & (slab_rows == 0))(lambda: load(together, {}))
-                    if c.slab:
-
-                        @pl.when(slab_rows > 0)
-                        def _():
-                            load_slab(together)
-                            load_weights({})
-                else:
-                    load(together, {})
-                return step + 1
-
-            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
-
-        drain(each_tile(my_tiles, tile_at, per_tile), c.stages, empty)
+        fill_stages(my_tiles, tile_at, load_stage, k_steps, c.stages, empty)
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
