@@ -20,6 +20,7 @@ EXCHANGES = {
     "one-sided bfloat16, many": ("nvlink_one_sided", "bfloat16", 8192, 1),
     "one-sided mxfp8": ("nvlink_one_sided", "mxfp8", 128, 1),
     "one-sided nvfp4_token": ("nvlink_one_sided", "nvfp4_token", 128, 1),
+    "one-sided nvfp4_token_4o6": ("nvlink_one_sided", "nvfp4_token_4o6", 128, 1),
     "batched bfloat16": ("low_latency", "bfloat16", 16, 1),
     "batched fp8_128": ("low_latency", "fp8_128", 16, 1),
     "inside two hosts": ("nvlink_one_sided", "mxfp8", 128, 2),

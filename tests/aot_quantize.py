@@ -62,12 +62,6 @@ def kernels():
             yield f"{fmt} {dtype.__name__}", lambda x, fmt=fmt: q.quantize(x, fmt, **how), [(x[0], dtype)]
         scaled = [(x[0], dtype), ((), jnp.float32)]
         yield f"nvfp4_4o6 {dtype.__name__}", lambda x, g: q.quantize(x, "nvfp4_4o6", global_scale=g, **how), scaled
-    halves = dict(implementation="mosaic_sm90_halves")
-    for dtype in (jnp.bfloat16, jnp.float16):
-        scaled = [(x[0], dtype), ((), jnp.float32)]
-        name = dtype.__name__
-        yield f"4o6 halves {name}", lambda x, g: q.quantize(x, "nvfp4_4o6", global_scale=g, **halves), scaled
-        yield f"4o6 token halves {name}", lambda x: q.quantize(x, "nvfp4_token_4o6", **halves), [(x[0], dtype)]
     yield "nvfp4 dynamic", lambda x: q.quantize(x, "nvfp4", **how), [x]
     swizzled = dict(layout="swizzled", alignment=256, **how)
     yield "mxfp8 swizzled", lambda x, n: q.quantize(x, "mxfp8", num_valid_rows=n, **swizzled), [x, ((), jnp.int32)]

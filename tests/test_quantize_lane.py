@@ -8,6 +8,7 @@ import pytest
 from quantize_numpy import Numpy, U
 
 from pallas_kernels.quantize import BlockFormat, FourOverSix, get_format, lane, quantize
+from pallas_kernels.quantize.encode import encode_unit
 
 O = Numpy()  # noqa: E741
 
@@ -44,17 +45,8 @@ KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "f32": np.float32}
 def run_lane(x, kind, fmt, params=None):
     """Codes (bytes) [M, ...] and scales [M] of the blocks x [M, B], each block held by one thread."""
     words = words_of(x)
-    amax = lane.amax_bits(O, words, kind)
-    if fmt.scale == "e4m3":
-        out, scale = lane.nvfp4_block(O, words, kind, amax, params(amax), fmt)
-    else:
-        scale, factor = (lane.mx_scale if fmt.scale == "e8m0" else lane.fp8_scale)(O, amax, fmt)
-        scaled = [(v * factor).astype(np.float32) for v in lane.to_floats(O, words, kind)]
-        if fmt.element == "e4m3":
-            out = lane.e4m3_words(O, scaled)
-        else:
-            out = lane.signed(O, lane.e2m1_words(O, [lane.round_saturated(O, y) for y in scaled]), words, kind)
-            out = [O.where(np.asarray(scale) == 255, U(0), w) for w in out]
+    nv = params and params(lane.amax_bits(O, words, kind))
+    out, scale = encode_unit(O, words, kind, lane.to_floats(O, words, kind), 1, nv, fmt)
     scale = np.asarray(scale) if fmt.scale == "f32" else np.asarray(scale) & 0xFF
     return np.stack([np.asarray(w) for w in out], -1).view(np.uint8).reshape(len(x), -1), scale
 

@@ -87,13 +87,44 @@ def test_every_division_of_the_work_gives_the_same_bytes(fmt, monkeypatch):
         same(quantize(x, fmt), want_(x, fmt))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"])
+def test_four_over_six_of_any_input_gives_the_references_bytes(dtype):
+    x, g = rows(3, 528).astype(dtype), jnp.float32(1 / 500)
+    same(quantize(x, "nvfp4_token_4o6"), want_(x, "nvfp4_token_4o6"))
+    same(quantize(x, "nvfp4_4o6", global_scale=g), want_(x, "nvfp4_4o6", global_scale=g))
+
+
+def test_four_over_six_with_options_gives_the_references_bytes():
+    x = rows(5, 96)
+    same(quantize(x, "nvfp4_4o6"), want_(x, "nvfp4_4o6"))  # the scale from the data
+    options = dict(alignment=64, layout="swizzled")
+    same(quantize(x, "nvfp4_token_4o6", **options), want_(x, "nvfp4_token_4o6", **options))
+    n = jnp.int32(3)
+    got = quantize(x, "nvfp4_token_4o6", num_valid_rows=n)
+    same(got, want_(x, "nvfp4_token_4o6", num_valid_rows=n), 3)
+
+
 def test_a_grid_that_walks_over_all_units_gives_the_same_bytes(monkeypatch):
-    """As 4-over-6 does with much data: a whole number of rounds, a ragged last one, fewer units than threads."""
+    """As 4-over-6 does with much data, two units to a round: a whole number of rounds, half a one
+    more, ends in the first and the second half, fewer units than threads."""
     monkeypatch.setattr(mosaic_sm90, "tuned", lambda t: dataclasses.replace(t, tuning=Tuning(threads=128, grid=2)))
     g = jnp.float32(1 / 500)
-    for shape in ((32, 256), (37, 432), (3, 160)):
+    for shape in ((64, 256), (48, 256), (37, 432), (33, 256), (3, 160)):
         x = rows(*shape)
-        same(quantize(x, "nvfp4_4o6", global_scale=g), want_(x, "nvfp4_4o6", global_scale=g))
+        got = quantize(x, "nvfp4_4o6", global_scale=g)
+        same(got, want_(x, "nvfp4_4o6", global_scale=g))
+
+
+def test_row_maxima_leave_out_blocks_that_are_not_finite():
+    x = np.random.default_rng(0).standard_normal((20, 528)).astype(np.float32)
+    x[np.arange(20), np.arange(20) * 26] = np.where(np.arange(20) % 2, np.nan, -np.inf)
+    x[np.arange(20), np.arange(20) * 26 // 16 * 16 + 3] = 1e4  # in the same block
+    x[7] = np.nan
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        same(
+            quantize(jnp.asarray(x, dtype), "nvfp4_token_4o6"),
+            want_(jnp.asarray(x, dtype), "nvfp4_token_4o6"),
+        )
 
 
 @pytest.mark.parametrize("threads", [32, 64, 128, 256])

@@ -2,7 +2,7 @@
 
 Letters: D values of a row, B block size, V values that a thread takes at a time (a "unit").
 
-The arithmetic is that of the quantisation kernels (`pallas_kernels.quantize.lane`), so the bytes are those of
+The arithmetic is that of the quantisation kernels (`pallas_kernels.quantize.encode`), so the bytes are those of
 quantising before the exchange. Written for one thread, against an operations object `o` (`emit.Ops` in kernels, a numpy
 double in tests), with pointers into shared memory.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from pallas_kernels.quantize import lane
+from pallas_kernels.quantize.encode import encode_unit
 from pallas_kernels.quantize.formats import BlockFormat
 
 VALUES = 16  # V: a whole NVFP4 block
@@ -68,7 +69,7 @@ def encode_row(o, fmt: BlockFormat, dtype: str, width: int, row: PackedRow, x, p
     def encode(unit, inside):
         loaded = load(unit, inside)
         values = None if nv is not None else lane.to_floats(o, loaded, kind)
-        codes, scale = lane.encode_unit(o, loaded, kind, values, lanes, nv, fmt)
+        codes, scale = encode_unit(o, loaded, kind, values, lanes, nv, fmt)
         packed.at(None, 0, unit * (VALUES * fmt.bits // 8)).store(codes, inside)
         first = inside
         if lanes > 1:

@@ -3,9 +3,7 @@
 "reference" is plain XLA and runs everywhere. "mosaic_sm90" is one Pallas kernel (two for a tensor-wide scale that is
 taken from the data); it needs JAX >= 0.11 and an NVIDIA GPU of compute capability 9.0 or later, and columns in
 multiples of 16. "triton" needs jax-triton and a GPU of compute capability 8.0, and only quantises. None takes the first
-kernel on CUDA that can, else the reference. "mosaic_sm90_halves" is `mosaic_sm90` for the 4-over-6 formats with a fifth
-fewer instructions (`four_over_six.py`; for `quantize` only): compiled, and run on the host by the tests, but not yet on
-a GPU, so that None never takes it. All give the same bytes.
+kernel on CUDA that can, else the reference. All give the same bytes.
 
 tests/gpu holds every path of the kernel to the reference on a GPU, tests/test_quantize_programs.py on the host.
 """
@@ -27,8 +25,7 @@ from . import exact, reference
 from .formats import BlockFormat, get_format
 from .qtensor import QTensor
 
-HALVES = "mosaic_sm90_halves"
-IMPLEMENTATIONS = ("reference", "mosaic_sm90", "mosaic_sm90_halves", "triton")
+IMPLEMENTATIONS = ("reference", "mosaic_sm90", "triton")
 MAX_ROW_UNITS = 8 * 512  # 16-column units of a row that a per-token kernel keeps in registers: 65536 columns
 
 
@@ -67,10 +64,7 @@ def quantize(
         args["num_valid_rows"] = jnp.asarray(num_valid_rows, jnp.int32)
 
     def kernel(args):
-        return _quantize_kernel(fmt, columns, layout, halves=implementation == HALVES, **args)
-
-    if implementation == HALVES:
-        why = why or (None if fmt.four_over_six else f"it only quantises to 4-over-6 formats, not to {fmt.name!r}")
+        return _quantize_kernel(fmt, columns, layout, **args)
 
     def triton_kernel(args):
         from . import triton_sm80
@@ -79,7 +73,7 @@ def quantize(
         return triton_sm80.quantize(args["x"], fmt, layout=layout, **options)
 
     triton = triton_obstacle(x.shape, fmt, columns), triton_kernel
-    return _pick(implementation, why, kernel, lambda args: plain(**args), args, triton, halves=True)
+    return _pick(implementation, why, kernel, lambda args: plain(**args), args, triton)
 
 
 def gather_quantize(
@@ -300,13 +294,11 @@ def triton_obstacle(shape, fmt: BlockFormat, columns: int, capability: float | N
     return missing()
 
 
-def _pick(implementation, why: str | None, kernel, plain, args, triton=("it only quantises", None), *, halves=False):
+def _pick(implementation, why: str | None, kernel, plain, args, triton=("it only quantises", None)):
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation={implementation!r} is not known; choose None or one of {', '.join(IMPLEMENTATIONS)}."
         )
-    if implementation == HALVES and not halves:
-        why = "it is for `quantize` alone"
     if implementation == "triton" or (implementation is None and why and triton[0] is None):
         why, kernel = triton
     if implementation not in (None, "reference") and why:
@@ -334,7 +326,6 @@ def _quantize_kernel(
     activation=None,
     alpha=1.0,
     limit=0.0,
-    halves=False,
 ):
     from . import mosaic_sm90
 
@@ -360,7 +351,6 @@ def _quantize_kernel(
         packed=packed,
         scale_rows=max(rows // max(matrices, 1), 1),
         from_data=global_scale is None,
-        halves=halves,
     )
     task = mosaic_sm90.tuned(task)
     operands = {"x": x.reshape(source_rows, width)}

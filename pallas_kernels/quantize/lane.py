@@ -1,4 +1,4 @@
-"""The arithmetic of one thread of the quantisation kernels, equal to `reference` bit for bit.
+"""The arithmetic of one thread of the quantisation kernels, equal to `reference` bit for bit; more in `four_over_six`.
 
 A thread owns V consecutive values of a row (V divides the block size B, so B/V neighbouring threads share a block). The
 functions take an operations object `o` (`emit.Ops` in kernels, a numpy double in tests) and lists of registers: words
@@ -20,10 +20,6 @@ from .reference import FP8_EPS, MAX_ENCODE
 INF, NAN, ABS = 0x7F800000, 0x7FC00000, 0x7FFFFFFF
 FLT_MAX_BITS = 0x7F7FFFFF
 SLOPE, BASE = 2.0**22 - 1, 3 * 2.0**21 - 4  # of M in the module docstring
-DOUBLED = (0x03020100, 0x0C080604)  # bytes 2q of the E2M1 codes 0..7
-DOUBT = (
-    2.0**-12
-)  # of the squared scale: above what the specified order of operations can be off by, see `_four_over_six`
 
 
 def to_floats(o, words, dtype: str):
@@ -60,6 +56,22 @@ def amax_bits(o, words, dtype: str):
     return o.bits(a)
 
 
+def finite_amax_bits(o, blocks, dtype: str):
+    """float32 bits of the largest magnitude of those blocks (lists of words) that have neither NaN nor infinity."""
+
+    def one_by_one():
+        top = o.U(0)
+        for words in blocks:
+            amax = amax_bits(o, words, dtype)
+            top = o.umax(top, o.where(amax >= o.U(INF), o.U(0), amax))
+        return [top]
+
+    if dtype == "f32":
+        return one_by_one()[0]
+    top = amax_bits(o, [packed_max(o, words, dtype) for words in blocks], dtype)
+    return o.rarely(top >= o.U(INF), one_by_one, [top])[0]
+
+
 def group_max(o, top, lanes: int):
     """Maximum over `lanes` neighbouring threads."""
     mask = 1
@@ -75,7 +87,7 @@ def e4m3_words(o, values):
     return [o.prmt(pairs[i], pairs[i + 1], 0x5410) for i in range(0, len(pairs), 2)]
 
 
-def _round_e2m1(o, y):
+def round_e2m1(o, y):
     """(r, M) of the module docstring for |y| < 7."""
     m = o.fma(o.float(o.bits(y) & 0x40800000), o.F(SLOPE), o.F(BASE))
     return o.abs(y) + m, m
@@ -83,18 +95,18 @@ def _round_e2m1(o, y):
 
 def round_saturated(o, y):
     """r of the module docstring for any y but NaN."""
-    return _round_e2m1(o, o.fmin(o.abs(y), o.F(6.0)))[0]
+    return round_e2m1(o, o.fmin(o.abs(y), o.F(6.0)))[0]
 
 
-def e2m1_words(o, rounded, sixteen=16):
-    """Codes of the magnitudes, eight to a word, from r of `_round_e2m1`."""
+def e2m1_words(o, rounded):
+    """Codes of the magnitudes, eight to a word, from r of `round_e2m1`."""
     out = []
     for i in range(0, len(rounded), 8):
         halves = []
         for j in (i, i + 4):
             half = o.bits(rounded[j + 3])
             for k in (2, 1, 0):
-                half = o.mad(half, sixteen, o.bits(rounded[j + k]))
+                half = o.mad(half, 16, o.bits(rounded[j + k]))
             halves.append(half)
         out.append(o.prmt(*halves, 0x5410) + 0x88878888)
     return out
@@ -183,179 +195,19 @@ def row_scale(o, amax, e4m3_max: int):
     return s, g, o.where(zero, o.F(0.0), g), large
 
 
-def _encode(o, s, nv: NvScale):
+def encode_factor(o, s, nv: NvScale):
     """What takes x to E2M1's range for the block scale s (float32)."""
     return o.where(o.bits(s).same(o.U(0)), o.F(2.0**127), o.rcp(s * nv.decode) * nv.shift)
 
 
-def nvfp4_block(o, words, dtype: str, amax, nv: NvScale, fmt: BlockFormat):
-    """(packed codes, scale code) of the block that this thread's words belong to; 4-over-6 wants a whole block."""
-    if fmt.four_over_six is not None:
-        return _four_over_six(o, words, dtype, o.float(amax), nv, fmt.four_over_six)
+def nvfp4_block(o, words, dtype: str, amax, nv: NvScale):
+    """(packed codes, scale code) of the block that this thread's words belong to."""
     nan = amax >= o.U(INF)
     top = o.float(o.where(nan, o.U(0), amax))
     code = o.e4m3x2(o.fmin(top * nv.shift * nv.sixth, o.F(448.0)), o.F(0.0))
-    factor = _encode(o, o.e4m3x2_to_float(code)[0], nv)
+    factor = encode_factor(o, o.e4m3x2_to_float(code)[0], nv)
     codes = e2m1_words(o, [round_saturated(o, v * factor) for v in to_floats(o, words, dtype)])
     return [o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)], o.where(nan, o.U(0x7F), code)
-
-
-def _four_over_six(o, words, dtype: str, top, nv: NvScale, rule):
-    """(the two words of codes, scale code in the lowest byte) of the better candidate.
-
-    Squared errors of 16-bit values: with x = rho * X * (decode scale) and integers X, the error of a candidate with
-    scale s is sum (s*q - rho*X)^2 in squared decode scales, of which sum (rho*X)^2 is the same for both. The others,
-    s^2 * sum q^2 and s * rho * sum q*X, have integer sums, exact from byte products: X is x in 16 bits with the block's
-    maximum at the top, exact down to 1/24 of it, below which q is 0 for both scales. The difference is then good to
-    1e-4 s^2, and so is the one that the specified order of operations gives. Where it is smaller than DOUBT * s^2, or a
-    value saturates or is not a number, that order is followed; one block in 1500 of normal data needs it.
-    """
-    both, six, four, moved = _two_scales(o, top, nv)
-
-    def as_specified():
-        values = to_floats(o, [o.opaque(w) for w in words], dtype)  # nothing of this may be moved into the quick way
-        return _specified(o, lambda: values, words, dtype, top, (both, six, four), nv, rule)
-
-    if rule.error != "mse" or dtype == "f32":
-        *codes, scale = as_specified()
-        return codes, scale
-    exponent = o.bits(moved) >> 23
-    four_rho = nv.encode * o.float((exponent - 13) << 23)
-    errors = Errors(o, nv, six * nv.decode * o.float((o.U(269) - exponent) << 23))
-    factors = [_encode(o, six, nv), o.rcp(four * nv.decode) * nv.shift]  # four is 0 only where six is: map-to-6 then
-    for values in errors.by_eight(words, dtype):
-        for k, factor in enumerate(factors):
-            scaled = [o.abs(v) * factor for v in values]
-            if k == 0:
-                errors.mapped_to_six(scaled)
-            (codes,) = e2m1_words(o, [_round_e2m1(o, y)[0] for y in scaled], errors.sixteen)
-            errors.add(k, codes)
-    difference, doubt = errors.compare(six, four, four_rho)
-    fits = top * factors[0] < o.F(7.0)
-    map_to_four = difference < o.F(0.0)
-    codes = signed(o, errors.better(map_to_four), words, dtype)
-    *codes, scale = o.rarely(doubt | ~fits, as_specified, [*codes, o.where(map_to_four, both >> 8, both)])
-    return codes, scale
-
-
-class Errors:
-    """The squared errors of a block's two candidates (0: map-to-6, 1: map-to-4), as `_four_over_six` sums them.
-
-    to_fixed: factor from y of map-to-6 to X, which rounding makes exact.
-    """
-
-    def __init__(self, o, nv: NvScale, to_fixed):
-        self.o, self.to_fixed = o, to_fixed
-        # A multiply-add by a known power of two becomes a shift, in the pipe of the logic instructions, which these
-        # kernels fill; a table that is a known constant, or the same in all threads, is copied for each use.
-        self.sixteen, self.left = nv.hidden + 16, nv.hidden + 0x10000
-        self.table = [o.hidden_zero() + DOUBLED[0], o.U(DOUBLED[1])]
-        # The second constant undoes what the first leaves above bit 15.
-        self.lifts = o.F(2.0**23), o.F(2.0**23 + 0x10000 - 0x4B00)
-        self.fixed = []
-        self.packed, self.squares, self.products = ([], []), [o.U(0), o.U(0)], [o.U(0), o.U(0)]
-
-    def by_eight(self, words, dtype: str):
-        """The block's 16-bit values as float32, eight at a time: registers."""
-        o = self.o
-        for part in (words[: len(words) // 2], words[len(words) // 2 :]):
-            if dtype == "bf16":
-                yield [o.float(v) for w in part for v in (o.mad(w, self.left, o.U(0)), w & 0xFFFF0000)]
-            else:
-                yield to_floats(o, part, dtype)
-
-    def mapped_to_six(self, scaled):
-        """Takes X from eight magnitudes over the scale of map-to-6, before codes of them are added."""
-        o = self.o
-        low, high = ([o.bits(o.fma(y, self.to_fixed, c)) for y in scaled[n::2]] for n, c in enumerate(self.lifts))
-        self.fixed = [o.mad(b, self.left, a) for a, b in zip(low, high, strict=True)]
-
-    def add(self, k: int, codes):
-        """Adds the codes of eight values to candidate k."""
-        o = self.o
-        self.packed[k].append(codes)
-        for i, half in enumerate((codes, codes >> 16)):
-            doubled = o.prmt(*self.table, half)
-            self.squares[k] = o.dot4(doubled, doubled, self.squares[k])
-            self.products[k] = o.dot2(self.fixed[2 * i], doubled, self.products[k], 0)
-            self.products[k] = o.dot2(self.fixed[2 * i + 1], doubled, self.products[k], 1)
-
-    def compare(self, six, four, four_rho):
-        """(error of map-to-4 less that of map-to-6, four times; whether its sign is in doubt)."""
-        o = self.o
-        squares, products = ([o.from_int(v) for v in integers] for integers in (self.squares, self.products))
-        # s * (s * sum (2q)^2 - 4 * rho * sum 2q*X) for each.
-        sums = zip((six, four), squares, products, strict=True)
-        terms = [o.fms(s, squared, four_rho * product) for s, squared, product in sums]
-        difference = o.fms(four, terms[1], six * terms[0])
-        return difference, o.abs(difference) < six * six * o.F(4 * DOUBT)
-
-    def better(self, map_to_four):
-        """The words of codes of the candidate that was chosen, without signs."""
-        return [self.o.where(map_to_four, b, a) for a, b in zip(*self.packed, strict=True)]
-
-
-def _two_scales(o, top, nv: NvScale):
-    """(codes of the scales that map to 6 and to 4, their values, the moved maximum)."""
-    moved = o.fmin(top * nv.shift, o.F(2.0**60))
-    base = o.div_constant(moved, 6.0) * nv.encode
-    both = o.e4m3x2(base, base * o.F(1.5))
-    return both, *o.e4m3x2_to_float(both), moved
-
-
-def specified(o, words, dtype: str, top, nv: NvScale, rule):
-    """[two words of codes, scale code] of the better candidate, in the specified order of operations."""
-    *scales, _ = _two_scales(o, top, nv)
-    # Unpacked in each round of its loop, for want of registers.
-    return _specified(o, lambda: to_floats(o, [o.opaque(w) for w in words], dtype), words, dtype, top, scales, nv, rule)
-
-
-def _specified(o, unpacked, words, dtype: str, top, scales, nv: NvScale, rule):
-    both, six, four = scales
-
-    def candidate(i, best):
-        values = unpacked()
-        first = i.same(o.U(0))
-        rounded, error = _specified_candidate(o, values, o.where(first, six, four), nv, rule)
-        better = first | (error < o.float(best[3]))
-        found = [*e2m1_words(o, rounded), o.where(first, both, both >> 8), o.bits(error)]
-        return [o.where(better, a, b) for a, b in zip(found, best, strict=True)]
-
-    *codes, scale, _ = o.loop(2, [o.U(0)] * 4, candidate)
-    nan = o.bits(top) >= o.U(INF)
-    return [*(o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)), o.where(nan, o.U(0x7F), scale)]
-
-
-def _specified_candidate(o, values, s, nv: NvScale, rule):
-    """(r of each value, error) as `reference._nv_error` has it: q*s*amax/(6M) - x, summed in element order."""
-    factor = _encode(o, s, nv)
-    top = 6.0 * rule.e4m3_max
-    one, three_halves = o.div_constant(s * nv.amax, top), o.div_constant(o.F(1.5) * s * nv.amax, top)
-    total, kept = o.F(0.0), []
-    for v in values:
-        r, m = _round_e2m1(o, o.fmin(o.abs(v * factor), o.F(6.0)))
-        q = r - m
-        power = o.bits(q) & INF  # q is a power of two or 1.5 times one
-        value = o.where(power.same(o.bits(q)), q * one, o.float(power) * three_halves)
-        d = value - o.abs(v) * nv.shift
-        total = total + (o.abs(d) if rule.error == "mae" else o.mul_rounded(d, d))
-        kept.append(r)
-    return kept, total
-
-
-def encode_unit(o, words, dtype: str, values, lanes: int, nv: NvScale | None, fmt: BlockFormat):
-    """(words of codes, scale) of one thread's values; `lanes` neighbouring threads share a block. nv: formats that have
-    a global scale."""
-    amax = group_max(o, amax_bits(o, words, dtype), lanes)
-    if nv is not None:
-        return nvfp4_block(o, words, dtype, amax, nv, fmt)
-    scale, factor = (mx_scale if fmt.scale == "e8m0" else fp8_scale)(o, amax, fmt)
-    scaled = [v * factor for v in values]
-    if fmt.element == "e4m3":
-        return e4m3_words(o, scaled), scale
-    codes = e2m1_words(o, [round_saturated(o, y) for y in scaled])
-    nan = scale.same(o.U(255))
-    return [o.where(nan, o.U(0), w) for w in signed(o, codes, words, dtype)], scale
 
 
 def swiglu(o, gate, up, activation: str, alpha: float, limit: float):

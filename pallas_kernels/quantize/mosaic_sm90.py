@@ -13,16 +13,15 @@ Why Mosaic and not Triton: Pallas' Triton backend is deprecated from JAX 0.11 on
 for MXFP8, this one 3900. On an H200 that copies 3990 GB/s, as a share of that (docs/figures/quantize.json):
 
 16384 x 7168 bfloat16: MXFP8 and FP8 128 0.98-0.99, MXFP4 0.97, NVFP4 0.93-0.95, NVFP4 per token 0.94-0.96, 4-over-6
-0.72 and per token 0.68, dequantising 0.92-0.94. 8192 x 4096, where 2 to 9 us between two kernels count: 0.81-0.90,
-MXFP4 0.68-0.86, NVFP4 0.76-0.83, 4-over-6 0.60 and per token 0.58, dequantising 0.80-0.85; the kernels alone move 3750
-to 4030 GB/s there, NVFP4 per token 3170, 4-over-6 2700 and per token 2530. 128 rows: one kernel, 3.4 to 5.9 us in a
+0.80 and per token 0.72, dequantising 0.92-0.94. 8192 x 4096, where 2 to 9 us between two kernels count: 0.81-0.90,
+MXFP4 0.68-0.86, NVFP4 0.76-0.83, 4-over-6 0.57 and per token 0.59, dequantising 0.80-0.85; the kernels alone move 3750
+to 4030 GB/s there, NVFP4 per token 3170, 4-over-6 3130 and per token 2770. 128 rows: one kernel, 3.4 to 5.9 us in a
 chain.
 
 At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
-instructions for a value and 4-over-6 21. That is what limits it: 84 % of the issue slots of busy multiprocessors are
-taken (Nsight Compute; the arithmetic units are at 59 % at most), and loading the next unit early gained 3 %. A block of
-16 takes 339 there and 324 with a scale per token (and 26 for its share of the row's maximum); as in `four_over_six`,
-which has yet to run on a GPU, 270 and 268 (and 23).
+instructions for a value and 4-over-6 17: a block of 16 takes 270, or 268 with a scale per token and 23 for its share of
+the row's maximum. That is what limits 4-over-6: with 339 and 324 and 26, which took 84 % of the issue slots of busy
+multiprocessors (Nsight Compute), its kernels took 98 and 105 us, now 83 and 94.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import four_over_six, lane
+from . import lane
 from .emit import Ops, P, Pointer, U
+from .encode import encode_unit
 from .formats import BlockFormat
 from .packed import Packed
 
@@ -68,7 +68,6 @@ class Task:
     columns: Kp. row_stride: values between rows of x. gather: source rows come from an index array. activation: None,
     or the values are act(x[:, :k]) * x[:, k:2k]. counted: a row count is an operand. scale_rows: rows that share a
     tensor-wide scale; from_data: it comes from the maximum. count_scale: rows for each counted row.
-    halves: 4-over-6 as in `four_over_six`.
     """
 
     fmt: BlockFormat
@@ -88,7 +87,6 @@ class Task:
     scale_rows: int = 0
     from_data: bool = False
     count_scale: int = 1
-    halves: bool = False
     tuning: Tuning = Tuning()
 
     @property
@@ -255,7 +253,6 @@ class _Io:
 def _quantize_unit(o: Ops, io: _Io, row: U, unit: U, loaded, nv: lane.NvScale | None):
     """Scale, round and store one unit."""
     words, kind, values = io.values(loaded)
-    encode_unit = four_over_six.encode_unit if io.task.halves else lane.encode_unit
     out, scale = encode_unit(o, words, kind, values, io.task.lanes, nv, io.task.fmt)
     io.store_data(row, unit, out)
     io.store_scale(row, unit, scale)
@@ -280,32 +277,8 @@ def _blocks(o: Ops, task: Task, refs: dict):
 def _stream(o: Ops, task: Task, refs: dict):
     """A grid that runs at once walks over all units and loads the next while it computes one. One unit to a thread.
 
-    Threads that have no unit left do the last one again, so that nothing needs a predicate.
-    """
-    io, tune = _Io(o, task, refs, full=True), task.tuning
-    last = task.all_rows * task.units - 1
-    step = tune.threads * tune.grid
-    common = io.nv_scale(U(0))
-
-    def load(flat: U) -> list[U]:
-        (words,) = io.load(flat // task.units, flat % task.units)
-        return words
-
-    def one(_, carried: list[U]) -> list[U]:
-        flat, *words = carried
-        ahead = o.umin(flat + step, U(last))
-        after = load(ahead)
-        _quantize_unit(o, io, flat // task.units, flat % task.units, [words], common)
-        return [ahead, *after]
-
-    flat = o.umin(o.block() * tune.threads + o.thread(), U(last))
-    o.loop(pl.cdiv(last + 1, step), [flat, *load(flat)], one)
-
-
-def _stream_two(o: Ops, task: Task, refs: dict):
-    """`_stream` with two units in a round of its loop, so that no word has to change its register.
-
-    The last unit of all is done again where there is no first one left; a second one is left out.
+    Two units in a round of the loop, so that no word has to change its register: 0.80 of copy, with one 0.77. The last
+    unit of all is done again where there is no first one left, so that it needs no predicate; a second is left out.
     """
     io, tune = _Io(o, task, refs, full=True), task.tuning
     total, step = task.all_rows * task.units, tune.threads * tune.grid
@@ -350,10 +323,10 @@ def _rows(o: Ops, task: Task, refs: dict):
     here = [unit < U(task.units) for unit in units]
     loaded = []
     top = U(0)
-    if task.halves:
+    if task.fmt.four_over_six:
         loaded = [io.load(row, unit, inside) for unit, inside in zip(units, here, strict=True)]
         blocks, kinds, _ = zip(*(io.values(words) for words in loaded), strict=True)
-        top = four_over_six.finite_amax_bits(o, blocks, kinds[0])
+        top = lane.finite_amax_bits(o, blocks, kinds[0])
     else:
         for unit, inside in zip(units, here, strict=True):
             words = io.load(row, unit, inside)
@@ -560,7 +533,7 @@ def run_quantize(task: Task, operands: dict) -> dict:
     if task.fmt.global_scale != "token":
         flat = task.flattened()
         if task.tuning.grid:
-            return _launch(_stream_two if task.halves else _stream, flat, operands, outputs, task.tuning.grid)
+            return _launch(_stream, flat, operands, outputs, task.tuning.grid)
         return _launch(_blocks, flat, operands, outputs, _flat_blocks(flat))
     blocks = pl.cdiv(task.all_rows, task.tuning.threads // task.tuning.row_threads)
     return _launch(_rows, task, operands, outputs, blocks, scratch=True)

@@ -1,36 +1,23 @@
-"""4-over-6 in halves (`four_over_six.py`): its codes for every float32, and its blocks and programs on hard data, equal
-the reference."""
-
-import dataclasses
+"""4-over-6 of one thread: its codes for every float32, and its blocks on hard data, equal the reference."""
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import quantize_emulator
 from quantize_numpy import Numpy
 from test_quantize_lane import words_of
-from test_quantize_programs import rows, same, want_
 
 from pallas_kernels.quantize import (
-    FORMATS,
     BlockFormat,
     FourOverSix,
-    api,
     four_over_six,
-    gather_quantize,
     lane,
-    mosaic_sm90,
-    quantize,
-    quantize_rows,
     reference,
 )
-from pallas_kernels.quantize.mosaic_sm90 import Tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 O = Numpy()  # noqa: E741
-HALVES = "mosaic_sm90_halves"
 KINDS = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 MAXIMA = {
     m: BlockFormat("4o6", "e2m1", 16, "e4m3", global_scale="tensor", four_over_six=FourOverSix(m)) for m in (256, 448)
@@ -163,7 +150,7 @@ def reference_(x, g):
 def run_blocks(x, kind, g, fmt):
     """(codes [M, 8], scales [M]) of blocks x [M, 16] with tensor scales g [M]."""
     nv = lane.NvScale(O, *lane.given_scale(O, g, fmt.e4m3_max), four_over_six=True)
-    out, scale = four_over_six.encode_unit(O, words_of(x), kind, None, 1, nv, fmt)
+    out, scale = four_over_six.encode_block(O, words_of(x), kind, nv, fmt.four_over_six)
     return np.stack([np.asarray(w) for w in out], -1).view(np.uint8).reshape(len(x), -1), np.asarray(scale) & 0xFF
 
 
@@ -194,79 +181,3 @@ def test_rows_so_large_or_small_that_all_blocks_go_the_slow_way(rng):
         want = reference_(jnp.asarray(x), jnp.asarray(g))[256]
         np.testing.assert_array_equal(found, np.asarray(want.block_scale).view(np.uint8)[:, 0])
         np.testing.assert_array_equal(codes, np.asarray(want.data))
-
-
-# ---- programs
-
-
-@pytest.fixture
-def on_the_host(monkeypatch):
-    quantize_emulator.install(monkeypatch)
-    monkeypatch.setattr(api, "kernel_obstacle", lambda *_: None)
-    monkeypatch.setattr(api, "on_cuda", lambda kernel, plain, args, always: kernel(args))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=["bf16", "f16", "f32"])
-def test_programs_write_the_references_bytes(dtype, on_the_host):
-    x, g = rows(3, 528).astype(dtype), jnp.float32(1 / 500)
-    same(quantize(x, "nvfp4_token_4o6", implementation=HALVES), want_(x, "nvfp4_token_4o6"))
-    same(quantize(x, "nvfp4_4o6", implementation=HALVES, global_scale=g), want_(x, "nvfp4_4o6", global_scale=g))
-
-
-def test_options_give_the_references_bytes(on_the_host):
-    x = rows(5, 96)
-    same(quantize(x, "nvfp4_4o6", implementation=HALVES), want_(x, "nvfp4_4o6"))  # the scale from the data
-    options = dict(alignment=64, layout="swizzled")
-    same(quantize(x, "nvfp4_token_4o6", implementation=HALVES, **options), want_(x, "nvfp4_token_4o6", **options))
-    n = jnp.int32(3)
-    got = quantize(x, "nvfp4_token_4o6", implementation=HALVES, num_valid_rows=n)
-    same(got, want_(x, "nvfp4_token_4o6", num_valid_rows=n), 3)
-
-
-def test_two_units_to_a_round_give_the_same_bytes(on_the_host, monkeypatch):
-    """A whole number of rounds, half a one more, ends in the first and the second half, fewer units than threads."""
-    monkeypatch.setattr(mosaic_sm90, "tuned", lambda t: dataclasses.replace(t, tuning=Tuning(threads=128, grid=2)))
-    g = jnp.float32(1 / 500)
-    for shape in ((64, 256), (48, 256), (37, 432), (33, 256), (3, 160)):
-        x = rows(*shape)
-        got = quantize(x, "nvfp4_4o6", implementation=HALVES, global_scale=g)
-        same(got, want_(x, "nvfp4_4o6", global_scale=g))
-
-
-def test_row_maxima_leave_out_blocks_that_are_not_finite(on_the_host):
-    x = np.random.default_rng(0).standard_normal((20, 528)).astype(np.float32)
-    x[np.arange(20), np.arange(20) * 26] = np.where(np.arange(20) % 2, np.nan, -np.inf)
-    x[np.arange(20), np.arange(20) * 26 // 16 * 16 + 3] = 1e4  # in the same block
-    x[7] = np.nan
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        same(
-            quantize(jnp.asarray(x, dtype), "nvfp4_token_4o6", implementation=HALVES),
-            want_(jnp.asarray(x, dtype), "nvfp4_token_4o6"),
-        )
-
-
-def test_only_who_asks_gets_it_and_only_for_4_over_6(on_the_host, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        mosaic_sm90, "run_quantize", lambda task, _: asked.append(task.halves) or mosaic_sm90.empty(task)
-    )
-    for fmt in ("nvfp4_4o6", "nvfp4_token_4o6"):
-        for implementation in (None, "mosaic_sm90", HALVES):
-            quantize(
-                rows(4, 64), fmt, implementation=implementation, global_scale=None if "token" in fmt else jnp.float32(1)
-            )
-    assert asked == [False, False, True] * 2
-    tail = dict(row_bytes=64, scale_offset=32, row_scale_offset=36, tail_offset=40)
-    for call, words in (
-        (lambda: quantize(rows(4, 64), "nvfp4", implementation=HALVES), "only quantises to 4-over-6"),
-        (lambda: gather_quantize(rows(4, 64), jnp.arange(3), "nvfp4_token_4o6", implementation=HALVES), "alone"),
-        (
-            lambda: quantize_rows(
-                rows(4, 64), "nvfp4_token_4o6", jnp.zeros((4, 6), jnp.int32), implementation=HALVES, **tail
-            ),
-            "alone",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
-    assert FORMATS["nvfp4_4o6"].four_over_six
