@@ -234,7 +234,7 @@ def _body(
 
     @pl.when(wg == CONSUMERS)
     def _produce():
-        plgpu.set_max_registers(48, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
         my_tiles, tile_at = tiles_here()
 
         def load_stage(tile, j, slot):
@@ -249,7 +249,7 @@ def _body(
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
-        plgpu.set_max_registers(224, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         my_tiles, tile_at = tiles_here()
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
 

@@ -128,6 +128,11 @@ class Config:
         return max(self.block_m, self.slab)
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread of the copying warpgroup and of a multiplying one; the former would spill slabs' copies at 40."""
+        return (48, 224) if self.slab > 2 * BOX else (40, 232)
+
+    @property
     def slabs(self) -> range:
         """The rows that slabs are rounded up to: each is a program of its own."""
         return range(BOX + SLAB_STEP, self.slab + 1, SLAB_STEP)
@@ -310,7 +315,7 @@ def _body(
 
     @pl.when(wg == CONSUMERS)
     def _produce():
-        plgpu.set_max_registers(48, action="decrease")
+        plgpu.set_max_registers(c.registers[0], action="decrease")
         my_tiles, tile_at = tiles_here()
 
         def weights(weight, n_tile, ks):
@@ -366,7 +371,7 @@ def _body(
 
     @pl.when(wg < CONSUMERS)
     def _multiply():
-        plgpu.set_max_registers(224, action="increase")
+        plgpu.set_max_registers(c.registers[1], action="increase")
         my_tiles, tile_at = tiles_here()
         chunk_n = SWIZZLE // jnp.dtype(out.dtype).itemsize
 
