@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,8 +39,47 @@ def mapped(function):
     return jax.jit(compat.shard_map(local, mesh=mesh(), in_specs=P("ep"), out_specs=P("ep")))
 
 
+def program_of(build):
+    """The test takes `program`: build(its parameters) = (jitted function, arguments or their shapes), compiled."""
+
+    def mark(test):
+        test.build = build
+        return test
+
+    return mark
+
+
+def for_shapes(function, *shapes, dtypes=(jnp.int32,)):
+    """What `program_of` asks for, from a function of one rank's arrays and the shapes of those; int32 if not said."""
+    sharding = NamedSharding(mesh(), P("ep"))
+    dtypes = dtypes if len(dtypes) == len(shapes) else dtypes * len(shapes)
+    arrays = [
+        jax.ShapeDtypeStruct((NUM_RANKS, *shape), dtype, sharding=sharding)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    return mapped(function), arrays
+
+
 def put(*arrays):
     return [jax.device_put(a, NamedSharding(mesh(), P("ep"))) for a in arrays]
+
+
+def as_bits(a):
+    """The bits of an array's elements, as unsigned integers."""
+    return lax.bitcast_convert_type(a, UNSIGNED[a.dtype.itemsize])
+
+
+def digest(arrays, valid=None):
+    """uint32, a sum of all elements' bits times odd numbers that depend on the place; of the rows that are valid."""
+    total = jnp.uint32(0)
+    for a in jax.tree.leaves(arrays):
+        bits = as_bits(a)
+        if valid is not None and a.ndim:  # a scale of the whole tensor has no rows
+            bits = jnp.where(valid.reshape(-1, *(1,) * (a.ndim - 1)), bits, jnp.zeros((), bits.dtype))
+        bits = bits.reshape(-1).astype(jnp.uint32)
+        factor = lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435762) + jnp.uint32(1)
+        total = total * jnp.uint32(31) + jnp.sum(bits * factor, dtype=jnp.uint32)
+    return total
 
 
 def route(router, tokens, experts, top_k, seed=0, *, repeat=False):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exchange_ranks import NEEDS_GPUS
+from exchange_ranks import NEEDS_GPUS, program_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,6 +22,8 @@ from jmoe.backends.hierarchical import hierarchical_engine
 from jmoe.payload import row_layout, to_bytes
 
 pytestmark = NEEDS_GPUS
+
+TOKENS = 512
 
 
 def exchanges(backend, tokens, hidden, top_k):
@@ -43,11 +45,8 @@ def exchanges(backend, tokens, hidden, top_k):
     return flat, spread, together
 
 
-@pytest.mark.parametrize("backend", ["nvlink_one_sided", "low_latency"])
-@pytest.mark.parametrize("wire", ["bfloat16", "mxfp8"])
-@pytest.mark.parametrize("hosts", ["hosts of one GPU", "one host"])
-def test_two_steps_deliver_the_bytes_of_one_and_sum_alike(backend, wire, hosts):
-    tokens, hidden, top_k, ranks = 512, 4096, 4, jax.device_count()
+def one_and_two_steps(backend, wire, hosts):
+    tokens, hidden, top_k, ranks = TOKENS, 4096, 4, jax.device_count()
     backend = get_backend(backend)
     flat, spread, together = exchanges(backend, tokens, hidden, top_k)
     two = spread if hosts == "hosts of one GPU" else together
@@ -84,8 +83,16 @@ def test_two_steps_deliver_the_bytes_of_one_and_sum_alike(backend, wire, hosts):
         return wrong.reshape(1), error.reshape(1), jnp.sum(real).reshape(1)
 
     split = P(("host", "local"))
-    mapped = jax.jit(compat.shard_map(run, mesh=mesh, in_specs=split, out_specs=split))
-    seeds = jax.device_put(np.zeros(ranks, np.int32), NamedSharding(mesh, split))
-    wrong, error, arrived = (np.asarray(a) for a in mapped(seeds))
-    assert int(wrong.sum()) == 0 and int(arrived.sum()) > tokens
+    seeds = jax.ShapeDtypeStruct((ranks,), jnp.int32, sharding=NamedSharding(mesh, split))
+    return jax.jit(compat.shard_map(run, mesh=mesh, in_specs=split, out_specs=split)), [seeds]
+
+
+@pytest.mark.parametrize("backend", ["nvlink_one_sided", "low_latency"])
+@pytest.mark.parametrize("wire", ["bfloat16", "mxfp8"])
+@pytest.mark.parametrize("hosts", ["hosts of one GPU", "one host"])
+@program_of(one_and_two_steps)
+def test_two_steps_deliver_the_bytes_of_one_and_sum_alike(program, backend, wire, hosts):
+    seeds = jax.device_put(np.zeros(jax.device_count(), np.int32), program.input_shardings[0][0])
+    wrong, error, arrived = (np.asarray(a) for a in program(seeds))
+    assert int(wrong.sum()) == 0 and int(arrived.sum()) > TOKENS
     assert np.sqrt(error.max()) < 0.004
