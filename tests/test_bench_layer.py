@@ -1,5 +1,6 @@
 """The benchmarks of the layer and of generation: what they count, and that their smoke runs check correctness."""
 
+import dataclasses
 import re
 
 import jax
@@ -30,7 +31,7 @@ def test_the_smoke_run_of_the_layer_compares_every_format_with_float32(monkeypat
     monkeypatch.setattr(layer, "WIRES", (layer.WIRES[0], layer.WIRES[3]))
     records = layer.run(True, NoProgress())
     errors = {(r.name, r.parameters["T"]): r.error for r in records if r.error is not None}
-    for tokens in layer.SMOKE_TOKENS:
+    for tokens in layer.SMOKE_STAGES[0][1]:
         assert 1e-4 < errors["BF16", tokens] < 0.01
         assert 0.05 < errors["NVFP4 weights", tokens] < 0.25
         assert 0.01 < errors["EP, FP8-128 wire", tokens] < 0.06
@@ -53,17 +54,20 @@ def test_only_some_layers_and_peers_can_be_asked_for():
     assert [(r.name, r.parameters["T"]) for r in records] == [("BF16", 24), ("stock JAX", 24)]
 
 
-def test_the_table_says_from_which_number_of_tokens_a_wire_is_faster():
+def test_formats_are_compared_with_bf16_and_a_wire_says_from_which_number_of_tokens_it_is_faster():
     def figure(name, tokens, seconds):
         return layer_case.record("tiny", layer.SMOKE_SHAPES["tiny"], tokens, name, seconds, 2, 0.0)
 
     plain, mxfp8, nvfp4 = (w.name for w in layer.WIRES[:3])
     records = [figure(plain, t, 1.0) for t in (1, 2, 3)]
     records += [figure(mxfp8, 1, 0.9), figure(mxfp8, 2, 1.1), figure(mxfp8, 3, 0.8), figure(nvfp4, 3, 1.5)]
-    table = {(r.name, r.case): r.value for r in layer.wires_compared(records)}
+    one = layer_case.record("tiny", layer.SMOKE_SHAPES["tiny"], 3, "BF16", 1.0, 1, 0.0)
+    records += [one, dataclasses.replace(one, name="FP8-128", seconds=0.8)]
+    table = {(r.name, r.case): r.value for r in layer.compared(records)}
     assert table[f"{mxfp8} faster from", "tiny R=2"] == 3 and table[f"{nvfp4} faster from", "tiny R=2"] is None
     assert table[f"{mxfp8} against BF16", "tiny T=1 R=2"] == pytest.approx(1 / 0.9)
-    assert table[f"{nvfp4} against BF16", "tiny T=3 R=2"] == pytest.approx(1 / 1.5) and len(table) == 6
+    assert table[f"{nvfp4} against BF16", "tiny T=3 R=2"] == pytest.approx(1 / 1.5) and len(table) == 7
+    assert table["FP8-128 against BF16", "tiny T=3"] == pytest.approx(1.25)
 
 
 def test_touched_experts_are_those_of_random_routing(rng):

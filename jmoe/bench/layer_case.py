@@ -33,6 +33,7 @@ from .profile import totals
 from .timing import CHAIN_SECONDS, MOST_CALLS
 
 AXIS = "ep"
+FP8 = QuantConfig(activations="fp8_128", weights="fp8_128x128", intermediate="fp8_128")
 SETS = 2  # inputs of a chain: together they touch weights beyond the L2 cache
 SAMPLE = 4  # tokens that are compared with the float32 reference
 CHAINS = 6  # the first is not counted

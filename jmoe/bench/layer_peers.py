@@ -5,6 +5,7 @@ T tokens, D hidden size, F expert width, E experts, K experts per token, M = T *
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
@@ -12,7 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -82,36 +83,41 @@ class Stock:
         return statistics.median(run_chain(self.compiled, sets, repeats, warmup=1)) / self.calls
 
 
-def start_torch(config: MoEConfig, tokens: tuple[int, ...]) -> Callable[[], dict[int, float]]:
-    """Start eager PyTorch with `torch._grouped_mm` in a process of its own.
+def start_torch(
+    shapes: Mapping[str, tuple[MoEConfig, tuple[int, ...]]],
+) -> concurrent.futures.Future[dict[str, dict[int, float]]]:
+    """Start eager PyTorch with `torch._grouped_mm` in a process of its own, for each shape's numbers of tokens.
 
-    Returns what waits for it and gives seconds by tokens; {} without torch or a GPU, or where it fails.
+    The result is seconds by shape and tokens: {} where there is no torch or no GPU, and without what does not fit into
+    the memory that JAX leaves. It raises RuntimeError where the process fails.
     """
-    if jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
-        return dict
-    sizes = [config.hidden_size, config.intermediate_size, config.num_experts, config.num_experts_per_tok]
-    command = [sys.executable, "-c", _TORCH, json.dumps([sizes, list(tokens)])]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    if not shapes or jax.default_backend() != "gpu" or importlib.util.find_spec("torch") is None:
+        return pool.submit(dict)
+    fields = ("hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
+    asked = [(shape, [getattr(c, f) for f in fields], tokens) for shape, (c, tokens) in shapes.items()]
+    command = [sys.executable, "-c", _TORCH, json.dumps(asked)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def wait() -> dict[int, float]:
+    def wait() -> dict[str, dict[int, float]]:
         try:
-            said, _ = process.communicate(timeout=120)
+            said, complaint = process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
             process.kill()
-            return {}
-        lines = said.splitlines()
-        return {int(t): s for t, s in json.loads(lines[-1]).items()} if process.returncode == 0 and lines else {}
+            raise RuntimeError("it took more than two minutes") from None
+        if process.returncode:
+            raise RuntimeError(complaint.strip().rpartition("\n")[2] or f"exit status {process.returncode}")
+        times = json.loads(said.splitlines()[-1])
+        return {shape: {int(t): seconds for t, seconds in found.items()} for shape, found in times.items()}
 
-    return wait
+    return pool.submit(wait)
 
 
 _TORCH = """
 import json, sys, torch
-(d, f, e, k), tokens = json.loads(sys.argv[1])
 make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * shape[-1] ** -0.5
-router, gate_up, down = make(e, d), make(e, 2 * f, d), make(e, d, f)
 
-def layer(x):
+def layer(x, router, gate_up, down, f, e, k):
     weights, ids = torch.topk(torch.softmax((x @ router.T).float(), -1), k)
     weights = weights / weights.sum(-1, keepdim=True)
     flat = ids.reshape(-1)
@@ -120,21 +126,24 @@ def layer(x):
     h = torch._grouped_mm(x[order // k], gate_up.transpose(-2, -1), offs=ends)
     h = torch.nn.functional.silu(h[:, :f]) * h[:, f:]
     y = torch._grouped_mm(h, down.transpose(-2, -1), offs=ends)
-    out = torch.zeros(x.shape[0], d, device="cuda", dtype=torch.float32)
+    out = torch.zeros_like(x, dtype=torch.float32)
     out.index_add_(0, order // k, y.float() * weights.reshape(-1)[order, None])
     return out.to(x.dtype)
 
 out = {}
-for t in tokens:
-    try:
-        x = make(t, d) * d ** 0.5
-        times = []
-        for _ in range(6):
-            a, b = torch.cuda.Event(True), torch.cuda.Event(True)
-            a.record(); [layer(x) for _ in range(10)]; b.record(); torch.cuda.synchronize()
-            times.append(a.elapsed_time(b) / 10e3)
-        out[t] = sorted(times[1:])[2]
-    except torch.OutOfMemoryError:
-        pass
+for shape, (d, f, e, k), tokens in json.loads(sys.argv[1]):
+    weights = make(e, d), make(e, 2 * f, d), make(e, d, f)
+    out[shape] = {}
+    for t in tokens:
+        try:
+            x = make(t, d) * d ** 0.5
+            times = []
+            for _ in range(6):
+                a, b = torch.cuda.Event(True), torch.cuda.Event(True)
+                a.record(); [layer(x, *weights, f, e, k) for _ in range(10)]; b.record(); torch.cuda.synchronize()
+                times.append(a.elapsed_time(b) / 10e3)
+            out[shape][t] = sorted(times[1:])[2]
+        except torch.OutOfMemoryError:
+            pass
 print(json.dumps(out))
 """

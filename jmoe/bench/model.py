@@ -37,10 +37,9 @@ from jax.sharding import Mesh
 from jmoe.config import QuantConfig
 
 from .common import NoProgress, Progress, Record, relative_error, wanted
-from .layer_case import Ceilings, ceilings, touched_experts
+from .layer_case import FP8, Ceilings, ceilings, touched_experts
 
 DECODING = ((1, 1024), (64, 1024), (8, 1024), (256, 512))  # (B, tokens that each sequence has already)
-FP8 = QuantConfig(weights="fp8_128x128", activations="fp8_128", intermediate="fp8_128")
 # What the experts are kept in, the B of which decoding is timed, and what activations of a prefill are quantised to.
 WEIGHTS: tuple[tuple[str, str | None, tuple[int, ...], tuple[QuantConfig | None, ...]], ...] = (
     ("BF16", None, (1, 8, 64, 256), (None,)),
