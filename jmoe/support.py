@@ -11,7 +11,6 @@ from typing import Literal
 
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, Gate, Problem, mosaic_entry
 from pallas_kernels.grouped_matmul import triton_entry as triton
-from pallas_kernels.grouped_matmul.gated import QUANTIZE_OPT_IN
 from pallas_kernels.permute.thread import CONFIRMED, environment_obstacle
 from pallas_kernels.quantize.api import kernel_obstacle, triton_obstacle
 from pallas_kernels.quantize.formats import FORMATS
@@ -125,9 +124,8 @@ def kernel_reasons(caps: DeviceCaps) -> dict[str, str | None]:
             named = f"only where implementation={one.name!r} asks for it: {one.opt_in}"
             reasons[f"grouped matmul, {one.name}"] = why or (named if one.opt_in else None)
     fp8 = _problem("fp8_128", "fp8_128x128", caps)
-    named = f"only where implementation='mosaic_sm90' asks for it: {QUANTIZE_OPT_IN}"
     why = mosaic_entry.why_not_gated_quantize(fp8, Gate(), FORMATS["fp8_128"], bias=False)
-    reasons["FP8 gate and up that are quantised in the matmul"] = why or named
+    reasons["FP8 gate and up that are quantised in the matmul"] = why
     why = environment_obstacle(capability)
     named = "only where implementation='mosaic_sm90' asks for it: not confirmed on a GPU since its last change"
     for names, reason in (

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jmoe
 from jmoe.config import MoEConfig, QuantConfig
 from jmoe.experts import (
     EXPERTS,
@@ -376,3 +377,29 @@ def test_the_batched_form_takes_quantised_rows_and_reads_no_padding_F45(rng):
     out = run(dirty, valid, params, config)
     np.testing.assert_array_equal(out, run(x, valid, params, config, quantize_input=True))
     assert np.isfinite(out).all() and not np.any(np.asarray(out)[~np.asarray(valid)]) and np.any(out)
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("local", 1), ("nvlink_two_sided", 4), ("low_latency", 4)])
+def test_an_fp8_layer_joins_its_gated_projection_with_the_quantisation_wherever_a_kernel_can(
+    monkeypatch, backend, ranks
+):
+    quant, calls = QuantConfig(activations="fp8_128", weights="fp8_128x128", intermediate="fp8_128"), []
+    config = MoEConfig(128, 128, 8, 2, quant=quant)
+    params = jmoe.quantize_params(jmoe.init_params(jax.random.key(0), config), "fp8_128x128")
+    x = jax.random.normal(jax.random.key(1), (64, 128), jnp.bfloat16)
+    mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks]) if ranks > 1 else None
+
+    def kernel(rows, w, sizes, gate, fmt, *, zero_tail):
+        calls.append(rows.format.name)
+        both = grouped.grouped_matmul(rows, flat_gate_up(w), sizes, out_dtype=jnp.bfloat16)
+        return swiglu_quantize(both, fmt)
+
+    def run():
+        layer = jmoe.build_moe(config, mesh=mesh, backend=backend)
+        return jax.jit(lambda p, x: jmoe.moe(layer, p, x))(params, x)
+
+    apart = run()
+    monkeypatch.setattr(mosaic_entry, "why_not_gated_quantize", lambda *a, **k: None)
+    monkeypatch.setattr(gated, "gated_matmul_quantize", kernel)
+    np.testing.assert_array_equal(run(), apart)
+    assert calls == ["fp8_128"]

@@ -17,9 +17,6 @@ from . import mosaic_entry
 from .api import problem_of
 from .gate import Gate
 
-#: Why `gated_matmul_quantize` is only used where it is named.
-QUANTIZE_OPT_IN = "tests/gpu/test_fp8_gated_gpu.py has not passed on a GPU yet"
-
 
 def gated_obstacle(
     x: jax.Array | QTensor,
@@ -81,10 +78,12 @@ def gated_quantize_obstacle(
     bias: bool = False,
     implementation: str | None = None,
 ) -> str | None:
-    """Why `gated_matmul_quantize` cannot take these; None where it can and is asked for by "mosaic_sm90", its name."""
-    if implementation is None:
-        return f"it is used where implementation='mosaic_sm90' asks for it: {QUANTIZE_OPT_IN}"
-    if implementation != "mosaic_sm90":
+    """Why `gated_matmul_quantize` cannot take these; None where it can. The arguments are those of `gated_obstacle`.
+
+    It is the faster way, us of the two steps | of one on an H200, 65536 rows: 653 | 458 (K=2048, F=768, 128 groups),
+    4562 | 3387 (K=7168, F=2048, 32 groups).
+    """
+    if implementation not in (None, "mosaic_sm90"):
         return f"implementation={implementation!r} has no kernel that joins gate and up"
     m, k, groups, n = x.shape[0], x.shape[1], w.shape[0], w.shape[2]
     problem = problem_of("forward", m, n, k, groups, x, w, _dtype(x, None))
@@ -107,7 +106,7 @@ def gated_matmul_quantize(
     group have the codes and scales of zero rows (see zero_tail).
 
     Neither gate and up nor their product is written to memory. Exponentials are the hardware's, as in
-    `swiglu_quantize`. There is no gradient. Compiled, and not run on a GPU yet.
+    `swiglu_quantize`. There is no gradient.
 
     Raises ValueError with the reason of `gated_quantize_obstacle` where it cannot.
     """

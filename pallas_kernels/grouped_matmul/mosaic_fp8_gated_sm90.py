@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ _E4M3 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class GatedFp8Config:
-    """stages, cluster, share, band, lead: as in mosaic_sm90.Config.
+    """stages, cluster, lead: as in mosaic_sm90.Config.
 
     What ends a tile is 660 instructions of a warp, 129 of them exponentials and reciprocals at 8 cycles each: counted,
     about 1400 cycles. Two steps of a warpgroup that has the matrix unit to itself take as long; hence the lead.
@@ -68,25 +68,16 @@ class GatedFp8Config:
 
     stages: int = 4
     cluster: int = 2
-    share: Literal["rows", "weights"] = "rows"
-    band: int = 0
     lead: int = 2
     num_blocks: int | None = None
 
     def __post_init__(self):
-        if not 0 <= self.lead <= self.stages:
-            raise ValueError(f"lead={self.lead}: choose 0 to {self.stages}, the stages; none gets further alone.")
-        if self.share == "weights" and self.cluster != 2:
-            raise ValueError(f"share='weights' with cluster={self.cluster}: it is for clusters of two blocks.")
+        if not 1 <= self.lead <= self.stages:
+            raise ValueError(f"lead={self.lead}: choose 1 to {self.stages}, the stages; none gets further alone.")
 
     def fitted(self, tiles: int) -> GatedFp8Config:
         """For `tiles` tiles along F: without a cluster, of which one block would have nothing to do too often."""
-        return dataclasses.replace(self, cluster=1, share="rows") if wasteful(self.cluster, tiles) else self
-
-    @property
-    def pair_slab(self) -> int:
-        """What tiles.py calls slab."""
-        return _BLOCK_M if self.share == "weights" else 0
+        return dataclasses.replace(self, cluster=1) if wasteful(self.cluster, tiles) else self
 
     def smem_bytes(self) -> int:
         """Shared memory of one block, barriers left out."""
@@ -210,7 +201,7 @@ def _body(
     out_smem,
     full,
     empty,
-    ahead=None,
+    ahead,
     *,
     config: GatedFp8Config,
     gate: Gate,
@@ -227,14 +218,13 @@ def _body(
     num_blocks = f // _TILE_F
     f_tiles = pl.cdiv(num_blocks, c.cluster)
     wg = lax.axis_index("wg")
-    tiles = tiles_of(sizes, tiles_smem, _BLOCK_M, c.pair_slab)
+    tiles = tiles_of(sizes, tiles_smem, _BLOCK_M, 0)
     groups = dict(num_groups=num_groups, num_rows=m, block=_BLOCK_M)
 
     def tiles_here():
         """As in mosaic_sm90."""
         held = dict(num_weights=w.shape[0], group_offset=offset[0])
-        how: Any = dict(cluster=c.cluster, band=c.band, zero_tail=zero_tail, slab=c.pair_slab)
-        return tiles_in_order(tiles, f_tiles, groups, held, **how)
+        return tiles_in_order(tiles, f_tiles, groups, held, cluster=c.cluster, zero_tail=zero_tail)
 
     @pl.when(wg == CONSUMERS)
     def _produce():
@@ -244,21 +234,12 @@ def _body(
         def load_stage(tile, j, slot):
             weight, block = tile[0], tile[-1]
             ks = pl.ds(j * BLOCK, BLOCK)
-
-            def load(rows_shared: Any, weights_shared: Any):
-                copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, rows_shared, interpret=interpret)
-                for part in range(2):
-                    source = w.at[weight, part, pl.ds(block * _TILE_F, _TILE_F), ks]
-                    target = b_smem.at[slot, pl.ds(part * _TILE_F, _TILE_F)]
-                    plgpu.copy_gmem_to_smem(source, target, full.at[slot], **weights_shared)
-
-            together: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
-            if c.share == "weights":
-                paired = tile[-2]
-                pl.when(paired)(lambda: load({}, together))
-                pl.when(jnp.logical_not(paired))(lambda: load(together, {}))
-            else:
-                load(together, {})
+            shared: Any = dict(collective_axes="cluster") if c.cluster > 1 else {}
+            copy_boxes(x, a_load.at[slot], full.at[slot], tile[1:4], ks, shared, interpret=interpret)
+            for part in range(2):
+                source = w.at[weight, part, pl.ds(block * _TILE_F, _TILE_F), ks]
+                target = b_smem.at[slot, pl.ds(part * _TILE_F, _TILE_F)]
+                plgpu.copy_gmem_to_smem(source, target, full.at[slot])
 
         fill_stages(my_tiles, tile_at, load_stage, k_steps, c.stages, empty)
 
@@ -270,8 +251,7 @@ def _body(
         def stage(step):
             """Waits for the stage of a step, and returns its place."""
             slot = lax.rem(step, c.stages)
-            if c.lead:
-                lead_on(wg, ahead, step == c.lead)
+            lead_on(wg, ahead, step == c.lead)
             plgpu.barrier_wait(full.at[slot])
             return slot
 
@@ -328,11 +308,9 @@ def _body(
             pl.when(box >= boxes)(lambda: lax.fori_loop(0, steps, lambda j, _: release(stage(step + j)), None))
             return step + steps
 
-        if c.lead:
-            follow(wg, ahead)
+        follow(wg, ahead)
         end = each_tile(my_tiles, tile_at, per_tile)
-        if c.lead:
-            lead_on(wg, ahead, end <= c.lead)
+        lead_on(wg, ahead, end <= c.lead)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -363,7 +341,7 @@ def gated_matmul_fp8(
         empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=CONSUMERS, num_barriers=c.stages)
     else:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=c.stages)
-    sizes, tiles_smem = tables(group_sizes, _BLOCK_M, c.pair_slab, interpret)
+    sizes, tiles_smem = tables(group_sizes, _BLOCK_M, 0, interpret)
     kernel = plgpu.kernel(
         functools.partial(
             _body,
@@ -388,7 +366,7 @@ def gated_matmul_fp8(
             out_smem=row_views((CONSUMERS, BOX, _TILE_F), _E4M3, plain=True, interpret=bool(interpret)),
             full=plgpu.Barrier(num_arrivals=_BLOCK_M // BOX + 2, num_barriers=c.stages),
             empty=empty,
-            **(dict(ahead=plgpu.Barrier()) if c.lead else {}),
+            ahead=plgpu.Barrier(),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),

@@ -47,7 +47,7 @@ from .mosaic_tiles import (
     where_inside,
 )
 from .schedule import each_tile
-from .tiles import find_tile, num_tiles, read_boxes, read_pair, uneven
+from .tiles import find_tile, num_tiles, read_boxes, uneven
 
 BLOCK = 128  # columns of K under one scale, and the depth of one stage
 _TILE_N = 128  # columns of a tile, under one scale of the weights
@@ -155,15 +155,12 @@ def _ptx(columns: int, a_step: int, b_step: int) -> str:
     return "\n".join([*lines, "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
 
 
-def tiles_in_order(
-    tiles, n_tiles: int, groups: dict, held: dict, *, cluster: int, band: int, zero_tail: bool, slab: int = 0
-):
+def tiles_in_order(tiles, n_tiles: int, groups: dict, held: dict, *, cluster: int, band: int = 0, zero_tail: bool):
     """(how many tiles this block has, what the i-th of them is: read_boxes and its place along N).
 
-    groups, held: keyword arguments of num_tiles and find_tile. n_tiles: along N, for a whole cluster. slab: of
-    read_pair, for clusters of two that may share weights; whether a tile is one of a pair then comes before its place.
+    groups, held: keyword arguments of num_tiles and find_tile. n_tiles: along N, for a whole cluster.
     """
-    num_m = num_tiles(tiles, **groups, slab=slab, zero_tail=zero_tail)
+    num_m = num_tiles(tiles, **groups, zero_tail=zero_tail)
     count = tiles_of_block(num_m * n_tiles)
     turned = (lax.rem(lax.axis_index("block"), 2) == 1) & uneven(tiles, groups["num_groups"])
 
@@ -171,9 +168,6 @@ def tiles_in_order(
         i = jnp.where(turned, jnp.maximum(count - 1 - i, 0), i)
         m_tile, n_tile = walk(nth_tile(i), num_m, n_tiles, band)
         tile = find_tile(tiles, m_tile, **groups, **held)
-        if slab:
-            paired, side, _, boxes = read_pair(tile, lax.axis_index("cluster"), groups["block"], slab, BOX)
-            return *boxes, paired, n_tile * 2 + side
         if cluster > 1:
             n_tile = n_tile * cluster + lax.axis_index("cluster")
         return *read_boxes(tile, groups["block"], BOX), n_tile

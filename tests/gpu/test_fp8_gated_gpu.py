@@ -11,7 +11,7 @@ from pallas_kernels.grouped_matmul import Gate, Problem, mosaic_entry, tuning
 from pallas_kernels.quantize import dequantize, get_format, quantize, swiglu_quantize
 
 pytestmark = pytest.mark.gpu
-CONFIGS = [{}, {"lead": 0}, {"cluster": 1}, {"cluster": 1, "lead": 0, "stages": 3}, {"band": 2}, {"share": "weights"}]
+CONFIGS = [{}, {"lead": 1}, {"cluster": 1}, {"cluster": 1, "lead": 1, "stages": 3}]
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,12 @@ def joined(gate=Gate("silu"), fmt="fp8_128", **options):  # noqa: B008
         return mosaic_entry.gated_quantize(x, w, sizes, gate, get_format(fmt), group_offset=offset, **options)
 
     return jax.jit(run)
+
+
+def assert_zero(q):
+    zeros = quantize(jnp.zeros(q.shape, jnp.float32), q.format, implementation="reference")
+    np.testing.assert_array_equal(q.block_scale, zeros.block_scale)
+    np.testing.assert_array_equal(np.asarray(q.data).view(np.uint8), np.asarray(zeros.data).view(np.uint8))
 
 
 def poison(m, f):
@@ -68,9 +74,13 @@ def test_the_result_is_that_of_the_steps(rng, kind, spread):
 
     poison(m, f)
     got, expected = joined(gate)(x, w, jnp.asarray(sizes)), jax.jit(apart)(x, w, jnp.asarray(sizes))
-    assert_close(got, expected)
-    values = [np.asarray(jax.jit(lambda q: dequantize(q, jnp.float32))(q)) for q in (got, expected)]
-    assert relative(*values) < 1e-3
+    rows = int(sizes.sum())  # of what is behind, the steps leave anything
+    valid, wanted = (jax.tree.map(lambda a: a[:rows], q) for q in (got, expected))
+    if rows:
+        assert_close(valid, wanted)
+        values = [np.asarray(jax.jit(lambda q: dequantize(q, jnp.float32))(q)) for q in (valid, wanted)]
+        assert relative(*values) < 1e-3
+    assert_zero(jax.tree.map(lambda a: a[rows:], got))
 
 
 def test_a_part_of_the_groups_gives_its_rows_and_zeros_elsewhere(rng):
