@@ -3,7 +3,6 @@
 What needs Triton runs where triton and jax_triton are installed (the extra `triton`), and is skipped elsewhere.
 """
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -41,10 +40,8 @@ def problem(x="bfloat16", w="bfloat16", op="forward", capability="8.0", platform
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Triton is there, and its kernels are among those that None may choose."""
+    """Triton is there."""
     monkeypatch.setattr(triton_entry, "missing", lambda: None)
-    free = [dataclasses.replace(i, opt_in="") if i.name == "triton" else i for i in api.IMPLEMENTATIONS]
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", tuple(free))
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9"])
@@ -56,11 +53,10 @@ def test_it_is_the_choice_on_ampere_and_ada(installed, capability, w):
         assert api.choose(problem(w=w, capability=capability, op="drhs")).name == "triton"
 
 
-def test_while_it_is_opt_in_only_its_name_chooses_it(monkeypatch):
-    monkeypatch.setattr(triton_entry, "missing", lambda: None)
-    (ours,) = (i for i in api.IMPLEMENTATIONS if i.name == "triton")
-    assert api.choose(problem()).name == ("portable" if ours.opt_in else "triton")
-    assert api.choose(problem(), "triton") is ours
+def test_where_a_mosaic_kernel_can_run_it_stays_behind(installed, monkeypatch):
+    monkeypatch.setattr(mosaic_entry.compat, "KERNELS_SUPPORTED", True)
+    assert api.choose(problem(capability="9.0", n=128, k=128)).name == "mosaic_sm90"
+    assert api.choose(problem(capability="9.0", n=128, k=128), "triton").name == "triton"
 
 
 def test_it_is_the_choice_on_other_gpus_where_the_mosaic_kernels_refuse(installed, monkeypatch):

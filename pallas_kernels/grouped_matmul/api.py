@@ -84,7 +84,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         forward=triton_entry.forward,
         dlhs=triton_entry.dlhs,
         drhs=triton_entry.drhs,
-        opt_in="tests/gpu/test_triton_gpu.py has not passed on a GPU yet",
     ),
     Implementation(
         name="portable",
