@@ -12,7 +12,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,6 +118,26 @@ class NoProgress:
 
     def record(self, record: Record) -> None:
         pass
+
+
+class Attempts:
+    """Runs steps of which some may fail, so that those that work give their figures before the failures are raised."""
+
+    def __init__(self):
+        self.failed: list[str] = []
+
+    def __call__(self, what: str, step: Callable[[], Any]) -> Any:
+        """step(), or None where it fails."""
+        try:
+            return step()
+        except Exception as e:
+            self.failed.append(f"{what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+            return None
+
+    def check(self) -> None:
+        """Raises RuntimeError with all failures, if there were any."""
+        if self.failed:
+            raise RuntimeError("These could not be measured: " + "; ".join(self.failed))
 
 
 def wanted(only: re.Pattern[str] | None, name: str, case: str) -> bool:

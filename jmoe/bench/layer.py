@@ -19,7 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from jmoe.config import MoEConfig, QuantConfig
 from jmoe.params import MoEParams
 
 from . import layer_peers
-from .common import NoProgress, Progress, Record, wanted
+from .common import Attempts, NoProgress, Progress, Record, wanted
 from .layer_case import AXIS, FP8, Case, Ceilings, Variant, case_name, ceilings, quantised, random_params, record
 from .plot import lines
 
@@ -64,31 +64,12 @@ WIRES = (
 )
 
 
-class _Attempts:
-    """Runs steps of which some may fail, so that those that work give their figures before the failures are raised."""
-
-    def __init__(self):
-        self.failed: list[str] = []
-
-    def __call__(self, what: str, step: Callable[[], Any]) -> Any:
-        """step(), or None where it fails."""
-        try:
-            return step()
-        except Exception as e:
-            self.failed.append(f"{what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
-            return None
-
-    def check(self) -> None:
-        if self.failed:
-            raise RuntimeError("These layers could not be measured: " + "; ".join(self.failed))
-
-
 def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] | None = None) -> list[Record]:
     """Every stage's numbers of tokens and formats, and the peers; those that `wanted(only, ...)` names.
 
     Raises RuntimeError at the end if a layer failed; `progress` has been told the figures of the others by then.
     """
-    progress, attempt = progress or NoProgress(), _Attempts()
+    progress, attempt = progress or NoProgress(), Attempts()
     shapes, stages = (SMOKE_SHAPES, SMOKE_STAGES) if smoke else (SHAPES, STAGES)
     mesh = Mesh(np.array(jax.devices()), (AXIS,)) if len(jax.devices()) > 1 else None
     progress.start(1 + 2 * len(stages))
@@ -96,12 +77,12 @@ def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] 
     limits = ceilings(smoke)
     eager = layer_peers.start_torch({} if smoke else _of_torch(only))
     records: list[Record] = []
-    of_torch: dict[str, dict[int, float]] | None = None
+    of_torch: dict[str, dict[int, float]] = {}
     for i, (shape, tokens) in enumerate(stages):
         progress.step(f"{shape}, {tokens} tokens: lowering and compiling")
         stage = Stage(shape, shapes[shape], tokens, limits, smoke, only)
         programs = stage.programs(mesh, eager, attempt)
-        if of_torch is None:
+        if i == 0:
             of_torch = attempt(PEERS[0], eager.result) or {}
         progress.step(f"{shape}, {tokens} tokens: {len(programs.layers)} layers")
         for one in stage.measure(programs, of_torch.get(shape, {}), attempt):
@@ -153,7 +134,7 @@ class Stage:
                         found.append((tokens, variant, where))
         return found
 
-    def programs(self, mesh: Mesh | None, eager: concurrent.futures.Future[Any], attempt: _Attempts) -> Programs:
+    def programs(self, mesh: Mesh | None, eager: concurrent.futures.Future[Any], attempt: Attempts) -> Programs:
         """Lowered, and then compiled in parallel: not before `eager` is done, because XLA tunes on the GPU."""
         made: list[tuple[str, Any]] = []
         for t, variant, where in self._wanted(mesh):
@@ -175,7 +156,7 @@ class Stage:
                 attempt(what, job.result)
         return Programs([c for _, c in made if c.compiled], [p for _, p in plain if p.compiled])
 
-    def measure(self, programs: Programs, eager: dict[int, float], attempt: _Attempts) -> Iterator[Record]:
+    def measure(self, programs: Programs, eager: dict[int, float], attempt: Attempts) -> Iterator[Record]:
         """The layers' records, then those of the peers. eager: PyTorch's seconds by tokens."""
         exact = random_params(jax.random.key(0), self.config)
         stock = self._stock_seconds(programs.stock, exact, attempt)
@@ -196,7 +177,7 @@ class Stage:
                 yield record(self.shape, self.config, t, name, seconds, 1, 0.0, smoke=self.smoke)
 
     def _stock_seconds(
-        self, programs: list[layer_peers.Stock], exact: MoEParams, attempt: _Attempts
+        self, programs: list[layer_peers.Stock], exact: MoEParams, attempt: Attempts
     ) -> dict[int, float]:
         """By tokens."""
         weights = layer_peers.stock_weights(exact) if programs else ()

@@ -8,11 +8,11 @@ without: attention and output weights, the experts that B * K assignments of an 
 values so far. The ceiling of prefill is its matmuls at the speed of a dense one. The error of decoding compares the
 logits of a token that was read with the cache with those of reading everything at once (`Compared`).
 
-On several devices the experts are spread over them (and only that is measured): each attends for its share of the
-sequences, with attention weights of its own; a single sequence is attended to by all of them.
+On several devices the experts are spread over them: each attends for its share of the sequences, with attention weights
+of its own; a single sequence is attended to by all of them.
 
-Format by format, the programs are lowered, compiled side by side, and timed when that is done: a run that is cut short
-has the first formats whole.
+First one device, then all that there are: all programs are lowered, compiled side by side, and timed when that is done,
+format by format, the most telling first.
 """
 
 from __future__ import annotations
@@ -36,15 +36,31 @@ from jax.sharding import Mesh
 
 from jmoe.config import QuantConfig
 
-from .common import NoProgress, Progress, Record, relative_error, wanted
+from .common import Attempts, NoProgress, Progress, Record, relative_error, wanted
 from .layer_case import FP8, Ceilings, ceilings, touched_experts
 
 DECODING = ((1, 1024), (64, 1024), (8, 1024), (256, 512))  # (B, tokens that each sequence has already)
-# What the experts are kept in, the B of which decoding is timed, and what activations of a prefill are quantised to.
-WEIGHTS: tuple[tuple[str, str | None, tuple[int, ...], tuple[QuantConfig | None, ...]], ...] = (
-    ("BF16", None, (1, 8, 64, 256), (None,)),
-    ("NVFP4", "nvfp4", (1, 64, 256), (None,)),
-    ("FP8-128", "fp8_128x128", (1, 64), (FP8,)),
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What the experts are kept in (None: BF16), and what is timed with it.
+
+    batches and spread: the B of which decoding is timed, on one device and spread over several. prefills: what the
+    activations of a prefill are quantised to.
+    """
+
+    name: str
+    fmt: str | None
+    batches: tuple[int, ...]
+    spread: tuple[int, ...]
+    prefills: tuple[QuantConfig | None, ...]
+
+
+WEIGHTS = (
+    Weights("BF16", None, (1, 8, 64, 256), (1, 8, 64, 256), (None,)),
+    Weights("NVFP4", "nvfp4", (1, 8, 64, 256), (1, 64), (None,)),
+    Weights("FP8-128", "fp8_128x128", (1, 8, 64, 256), (64,), (FP8,)),
 )
 STEPS = 32
 LAYERS_COMPARED, PROMPTS_COMPARED, LENGTH_COMPARED = 2, 16, 24
@@ -133,19 +149,19 @@ def _cache_like(example: ModuleType, config: Any, batch: int, size: int, mesh: M
     return _like(empty, lambda _, a: split if a.ndim else everywhere)
 
 
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=sharding)
+
+
 def filled_cache(
     example: ModuleType, config: Any, batch: int, context: int, size: int, *, mesh: Mesh | None = None
 ) -> Any:
     """A cache of `size` slots, of which every sequence has filled `context`, with random keys and values."""
     like = _cache_like(example, config, batch, size, mesh)
     leaves, tree = jax.tree.flatten(like.kv)
-    make = jax.jit(
-        lambda key, shape, dtype: jax.random.normal(key, shape, dtype),
-        static_argnums=(1, 2),
-        out_shardings=leaves[0].sharding,
-    )
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    kv = [make(key, a.shape, a.dtype) for key, a in zip(keys, leaves, strict=True)]
+    kv = [_normal(a.shape, a.dtype, a.sharding)(key) for key, a in zip(keys, leaves, strict=True)]
     valid = jnp.broadcast_to(jnp.arange(size)[None, :] < context, (batch, size))
     cache = dataclasses.replace(like, kv=jax.tree.unflatten(tree, kv), valid=valid, used=jnp.int32(context))
     return cache if mesh is None else jax.device_put(cache, jax.tree.map(lambda a: a.sharding, like))
@@ -281,8 +297,11 @@ class Format:
     compared: Compared | None
 
     @property
-    def programs(self) -> list[Any]:
-        return [*self.prefills, *self.decodes, *([self.compared] if self.compared else [])]
+    def programs(self) -> list[tuple[str, Any]]:
+        """What each is called, and the program."""
+        reads = [(f"prefill, {self.name} weights", p) for p in self.prefills]
+        writes = [(f"decode, {self.name} weights, batch {d.batch}", d) for d in self.decodes]
+        return [*reads, *writes, *([(f"comparison, {self.name} weights", self.compared)] if self.compared else [])]
 
 
 def formats(
@@ -301,8 +320,9 @@ def formats(
     only: of the records that are `wanted`.
     """
     ranks = 1 if mesh is None else mesh.size
-    for name, weights, batches, quants in WEIGHTS:
-        reads = [q for q in quants if wanted(only, *_prefill_names(name, *prompts, q, ranks))]
+    for w in WEIGHTS:
+        name, batches = w.name, w.batches if mesh is None else w.spread
+        reads = [q for q in w.prefills if wanted(only, *_prefill_names(name, *prompts, q, ranks))]
         writes = [
             (b, context)
             for b, context in decoding
@@ -310,12 +330,12 @@ def formats(
         ]
         if not reads and not writes:
             continue
-        config = example.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
+        config = example.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=w.fmt))
         shapes = jax.eval_shape(lambda c=config: example.random_model(c, key=jax.random.key(0), mesh=mesh))
         model = _like(shapes, None if mesh is None else functools.partial(_of_weights, mesh))
         prefills = [Prefill.make(example, model, *prompts, quant=q, mesh=mesh) for q in reads]
         decodes = [Decoding.make(example, model, b, context, steps, mesh=mesh) for b, context in writes]
-        compared = Compared.make(example, model) if writes and mesh is None and (smoke or weights is None) else None
+        compared = Compared.make(example, model) if writes and mesh is None and (smoke or w.fmt is None) else None
         yield Format(name, config, prefills, decodes, compared)
 
 
@@ -344,15 +364,17 @@ def measure(
     example: ModuleType,
     fmt: Format,
     limits: Ceilings,
+    attempt: Attempts,
     *,
     mesh: Mesh | None = None,
     smoke: bool = False,
 ) -> Iterator[Record]:
-    """Times what `fmt.programs` are, compiled before."""
+    """Times those of `fmt.programs` that are compiled."""
     repeats, ranks = 1 if smoke else 2, 1 if mesh is None else mesh.size
     meaningful = not smoke and jax.default_backend() == "gpu"
     model = example.random_model(fmt.config, key=jax.random.key(0), mesh=mesh)
-    errors = fmt.compared.errors(example, model) if fmt.compared else {}
+    compare = fmt.compared and functools.partial(fmt.compared.errors, example, model)
+    errors = (compare and attempt(f"comparison, {fmt.name} weights", compare)) or {}
     shape = {"layers": fmt.config.num_layers, "weights": fmt.name, "R": ranks}
 
     def record(what, names, tokens, seconds, ceiling_seconds, ceiling_name, *, error=None, **parameters):
@@ -371,16 +393,21 @@ def measure(
         )
 
     for d in fmt.decodes:
-        seconds = d.seconds(example, model, repeats)
-        nbytes = step_bytes(model, d.batch, d.context, ranks=ranks)
         names = _decode_names(fmt.name, d.batch, d.context, ranks)
+        seconds = d.compiled and attempt(", ".join(names), functools.partial(d.seconds, example, model, repeats))
+        if seconds is None:
+            continue
+        nbytes = step_bytes(model, d.batch, d.context, ranks=ranks)
         how = dict(error=errors.get(1 if d.batch == 1 else PROMPTS_COMPARED), B=d.batch, bytes=nbytes)
         yield record("decode", names, d.batch, seconds, nbytes / limits.copy, "copy bandwidth", **how)
     for p in fmt.prefills:
-        seconds, tokens = p.run(example, model, repeats)
+        names = _prefill_names(fmt.name, p.batch, p.length, p.quant, ranks)
+        timed = p.compiled and attempt(", ".join(names), functools.partial(p.run, example, model, repeats))
+        if timed is None:
+            continue
+        seconds, tokens = timed
         flops = prefill_flops(fmt.config, p.batch, p.length) * tokens / (p.batch * p.length)
         rate = limits.flops["bfloat16"] * ranks
-        names = _prefill_names(fmt.name, p.batch, p.length, p.quant, ranks)
         yield record("prefill", names, tokens, seconds, flops / rate, "dense BF16 matmul", B=p.batch)
 
 
@@ -391,27 +418,41 @@ def run(
     devices: Sequence[Any] | None = None,
     only: re.Pattern[str] | None = None,
 ) -> list[Record]:
-    """Every format, on one device or spread over all that there are (or over `devices`). only: of those `wanted`."""
-    progress = progress or NoProgress()
-    progress.start(len(WEIGHTS) + 1)
+    """Every format, on one device and then spread over all that there are. only: of those `wanted`.
+
+    devices: only spread over these (or on this one). Raises RuntimeError at the end if something failed; `progress` has
+    been told the other figures by then.
+    """
+    progress, attempt = progress or NoProgress(), Attempts()
     module, hf = example()
     hf = hf | TINY if smoke else hf
-    mesh, devices = None, jax.devices() if devices is None else devices
-    if len(devices) > 1:
-        mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
-    decoding, steps, (prompts, length) = (
-        (((1, 8), (4, 8)), 4, (2, 16)) if smoke else (DECODING, STEPS, (PROMPTS, PROMPT))
-    )
-    prompts *= 1 if mesh is None else mesh.size
+    spreads = [devices] if devices is not None else [jax.devices()[:1], jax.devices()][: jax.device_count()]
+    progress.start(1 + 2 * len(spreads))
     progress.step("ceilings")
     limits = ceilings(smoke)
     records: list[Record] = []
-    shapes: Any = dict(decoding=decoding, steps=steps, prompts=(prompts, length))
-    for fmt in formats(module, hf, **shapes, mesh=mesh, only=only, smoke=smoke):
-        progress.step(f"{fmt.name} weights")
+    for devices in spreads:
+        on, mesh = f"{len(devices)} x {devices[0].device_kind}", None
+        if len(devices) > 1:
+            mesh = jax.make_mesh((len(devices),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+        prompts, length = (2, 16) if smoke else (PROMPTS, PROMPT)
+        shapes: Any = dict(
+            decoding=((1, 8), (4, 8)) if smoke else DECODING,
+            steps=4 if smoke else STEPS,
+            prompts=(prompts * len(devices), length),
+        )
+        progress.step(f"{on}: lowering and compiling")
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(lambda program: program.compile(), fmt.programs))
-        for record in measure(module, fmt, limits, mesh=mesh, smoke=smoke):
-            records.append(record)
-            progress.record(record)
+            found, jobs = [], []
+            for fmt in formats(module, hf, **shapes, mesh=mesh, only=only, smoke=smoke):
+                found.append(fmt)
+                jobs += [(what, pool.submit(program.compile)) for what, program in fmt.programs]
+            for what, job in jobs:
+                attempt(what, job.result)
+        progress.step(f"{on}: {', '.join(fmt.name for fmt in found)} weights")
+        for fmt in found:
+            for record in measure(module, fmt, limits, attempt, mesh=mesh, smoke=smoke):
+                records.append(record)
+                progress.record(record)
+    attempt.check()
     return records
