@@ -26,6 +26,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+sys.path.append(str(Path(__file__).parent))
+
+from tables import layer_details, layer_text, model_text, number, table  # pyright: ignore[reportMissingImports]
+
 from jmoe import compat, support
 from jmoe.bench import BENCHES
 from jmoe.bench.common import Record, read_json
@@ -58,7 +62,12 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "grouped-matmul",
         "grouped matmul, many rows",
-        tuple((f"^{f}$", f"T={t} K=4096 N=3072 E=32$") for f in ("bf16", "fp8") for t in (8192, 32768)),
+        tuple(
+            (f"^{f}{how}$", f"T={t} K=4096 N=3072 E=32$")
+            for f in ("bf16", "fp8")
+            for t in (8192, 32768)
+            for how in ("", ", burst")
+        ),
     ),
     (
         "grouped-matmul",
@@ -72,7 +81,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ((r"^BF16$", f"^{shape} T={tokens}$"), (r"^FP8-128$", f"^{shape} T={tokens}$"))
             + ((r"^NVFP4 weights$", f"^{shape} T={tokens}$"), (r"^EP, BF16 wire$", f"^{shape} T={tokens} R=2")),
         )
-        for shape, tokens in (("qwen3-30b-a3b", 8192), ("qwen3-30b-a3b", 64))
+        for shape, tokens in (("qwen3-30b-a3b", 8192), ("qwen3-30b-a3b", 64), ("half deepseek-v3", 8192))
     ),
     ("model", "prefill, Qwen3-30B-A3B shape", ((r"^prefill, BF16", "."), (r"^prefill, FP8", "."))),
     (
@@ -87,6 +96,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
 )
 JMOE, PEERS = "#1b6ca8", ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b")  # colours
+GRIDS = {"layer": layer_text, "model": model_text}  # benchmarks whose tables have a column for each way
 MOST = 8  # lines of a benchmark without headlines that fit
 
 
@@ -142,17 +152,6 @@ def peers(r: Record, records: Sequence[Record]) -> dict[str, float]:
 # --- text
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def figure_row(r: Record, records: Sequence[Record]) -> list[str]:
     share = "" if r.share is None else f"{100 * r.share:.0f} % of {r.ceiling_name}"
     others = ", ".join(f"{name} {number(value)}" for name, value in peers(r, records).items())
@@ -181,6 +180,9 @@ def figures_text(runs: dict[str, list[Record]]) -> str:
     parts = ["![throughput of jmoe and its peers](docs/figures/throughput.png)"]
     keep = [0, 1, 2, 4, 5, 6]  # times and errors are in docs/figures.md
     for bench, records in runs.items():
+        if bench in GRIDS:
+            parts += [f"**{BENCHES[bench]}** ({where(records)})", GRIDS[bench](records)]
+            continue
         shown = [r for b, _, group in panels(runs) for r in group if b == bench]
         rows = [[figure_row(r, records)[i] for i in keep] for r in shown]
         parts += [f"**{BENCHES[bench]}** ({where(records)})", table([FIGURE_HEAD[i] for i in keep], rows)]
@@ -199,6 +201,7 @@ def all_figures_text(runs: dict[str, list[Record]]) -> str:
             f"{BENCHES[bench]} ({where(records)})" + (f"; error: {errors}" if errors else ""),
             table(FIGURE_HEAD, [figure_row(r, records) for r in records]),
         ]
+        parts += [details] if bench == "layer" and (details := layer_details(records)) else []
     return "\n\n".join(parts)
 
 

@@ -258,6 +258,39 @@ def test_the_readme_follows_the_figures_that_there_are(elsewhere, capsys):
     assert make.main(["--check"]) == 1 and "README.md" in capsys.readouterr().err
 
 
+def layer_figure(name, tokens, ranks, seconds, **more):
+    parameters = {"shape": "qwen3", "D": 64, "F": 64, "E": 8, "K": 2, "T": tokens, "R": ranks, **more}
+    case = f"qwen3 T={tokens}" + (f" R={ranks}" if ranks > 1 else "")
+    return common.Record(name, case, tokens / seconds, "tokens/s", seconds=seconds, parameters=parameters)
+
+
+def test_the_layers_table_has_a_column_for_each_way_and_says_where_a_wire_pays():
+    seen = dict(kernels=9.0, busy_us=100.0, span_us=104.0, predicted_over_measured=0.9)
+    records = [layer_figure("BF16", 8, 1, 2e-3, **seen), layer_figure("FP8-128", 8, 1, 1e-3)]
+    records += [layer_figure("EP, BF16 wire", 8, 2, 3e-3), layer_figure("EP, MXFP8 wire", 8, 2, 2.5e-3)]
+    text = make.layer_text(records)
+    assert "| tokens | BF16 | FP8-128 |" in text and "| 8 | 2 ms | 1 ms (2.00 x) |" in text
+    assert "| 8 | 3 ms (1.50 of one GPU's time) | 2.5 ms (1.20 x) |" in text
+    assert "MXFP8 from 8 tokens." in text and "spans 1.04 to 1.04 times" in text and "predicted 0.90 to 0.90" in text
+    assert "| BF16 | qwen3 T=8 | 2 ms | 9 | 100 us | 104 us | 1.04 | 0.90 |" in make.layer_details(records)
+
+
+def test_the_models_table_has_a_row_for_each_batch():
+    def figure(what, batch, weights, ranks, value):
+        parameters = {"what": what, "B": batch, "weights": weights, "R": ranks}
+        case = f"batch {batch}, context 9" + (f", R={ranks}" if ranks > 1 else "")
+        how = dict(ceiling=2000.0, ceiling_name="copy", parameters=parameters)
+        return common.Record(f"{what}, {weights} weights", case, value, "tokens/s", **how)
+
+    records = [figure("decode", 8, "NVFP4", 1, 1000.0), figure("decode", 8, "BF16", 2, 500.0)]
+    text = make.model_text([*records, figure("prefill", 2, "BF16", 1, 1500.0)])
+    assert "| BF16 weights | NVFP4 weights | BF16 weights, 2 GPUs |" in text
+    assert (
+        "| prefill | 1,500, 75 % |  |  |" in text
+        and "| decode, batch 8, context 9 |  | 1,000, 50 % | 500, 25 % |" in text
+    )
+
+
 @needs_new_jax
 def test_a_second_machine_adds_to_a_benchmark(elsewhere):
     figures = elsewhere / "docs" / "figures"
