@@ -430,7 +430,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     with _progress(console) as bar:
         watch = _Watch(bar, keep=save)
-        records = module.tune(watch) if args.tune else module.run(args.smoke, watch, **how)
+        records = module.tune(watch, **how) if args.tune else module.run(args.smoke, watch, **how)
     if args.only is not None and not records:
         raise ValueError(
             f"bench {args.name} has no figure that --only {args.only!r} fits; leave it out to see them all."
@@ -452,7 +452,8 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _only(args: argparse.Namespace, module: Any) -> re.Pattern[str]:
-    if args.tune or "only" not in inspect.signature(module.run).parameters:
+    measures = module.tune if args.tune else module.run
+    if "only" not in inspect.signature(measures).parameters:
         what = f"bench {args.name}" + (" --tune" if args.tune else "")
         raise ValueError(f"{what} takes no --only: it measures everything. Leave the option out.")
     try:

@@ -59,18 +59,37 @@ def test_only_the_figures_that_are_asked_for_are_measured_and_told():
     assert not records[0].meaningful and records[0].error < 4e-3
 
 
-def test_tuning_writes_the_rules_of_the_fastest_candidates(monkeypatch, tmp_path):
+def test_tuning_writes_the_rules_of_the_fastest_candidates_before_those_of_other_shapes(monkeypatch, tmp_path):
     monkeypatch.setattr(tuning, "USER_FILE", tmp_path / "user.json")
     monkeypatch.setattr(bench, "LOAD", 0.01)
-    monkeypatch.setattr(bench, "CANDIDATES", {"prefill": [{"lead": 0}, {"lead": 1}], "decode": [{"block_t": 8}]})
-    few = Shape(8, 128, 64, 4)
-    records = bench.tune(shapes=[Shape(512, 128, 64, 4), few], formats=["bf16", "fp8", "nvfp4"])
+    candidates = {"prefill": [{"lead": 0}, {"lead": 1}], "decode": [{"block_t": 8}], "4 bits": []}
+    monkeypatch.setattr(bench, "CANDIDATES", candidates)
+    few, formats = Shape(8, 128, 64, 4), ["bf16", "fp8", "nvfp4"]
+    records = bench.tune(shapes=[Shape(512, 128, 64, 4), few], formats=formats)
     assert len(records) == 3 and all(r.error < 4e-3 for r in records)
-    rules = tuning.read_rules(tuning.USER_FILE)
-    assert [(r["kernel"], r["weights"]) for r in rules] == [
-        ("prefill", "bfloat16"),
+
+    def kept():
+        return [(r["kernel"], r["weights"]) for r in tuning.read_rules(tuning.USER_FILE)]
+
+    assert kept() == [("decode", "nvfp4"), ("decode", "bfloat16"), ("prefill", "bfloat16")]
+    assert tuning.lookup("decode", weights="nvfp4", rows=2, n=64, k=128) in ({"block_t": 8}, shipped("nvfp4", few))
+    (record,) = bench.tune(only=re.compile("^bf16 T=8 "), shapes=[few], formats=formats)
+    assert record.name.startswith("bf16") and kept() == [
         ("decode", "bfloat16"),
         ("decode", "nvfp4"),
+        ("prefill", "bfloat16"),
     ]
-    assert tuning.lookup("decode", weights="nvfp4", rows=2, n=64, k=128) == {"block_t": 8}
     tuning._rules.cache_clear()
+
+
+def shipped(weights, shape):
+    rules = tuning.read_rules(tuning._SHIPPED)
+    return next(r["config"] for r in rules if r["kernel"] == "decode" and r["weights"] == weights)
+
+
+def test_tuning_starts_from_what_a_shape_has_now_and_leaves_out_tiles_that_are_too_low_or_high():
+    shape = Shape(96, 128, 64, 4)
+    configs = [c for c, _ in bench._candidates("decode", shape, "bf16")]
+    now = tuning.lookup("decode", weights="bfloat16", rows=24, n=64, k=128, weight_rows=256)
+    assert configs[0] == now and {c["block_t"] for c in configs[1:]} == {32, 64}
+    assert len(configs) == len({str(sorted(c.items())) for c in configs})

@@ -261,6 +261,10 @@ def test_bench_only_reaches_a_module_that_can_choose_and_is_refused_by_others(ca
     assert run(capsys, "bench", "quantize", "--only", "^mx.*64$")[0] == 0
     assert common.wanted(asked[0], "mxfp8", "16x64") and not common.wanted(asked[0], "nvfp4", "16x64")
     assert "not a regular expression" in run(capsys, "bench", "quantize", "--only", "(")[2]
+    toy.tune = lambda progress, only=None: asked.append(only) or [Record("best tile", "16x64", 1.0, "us")]
+    assert run(capsys, "bench", "quantize", "--tune", "--only", "mx")[0] == 0 and asked[-1].pattern == "mx"
+    toy.tune = lambda progress: []
+    assert "--tune takes no --only" in run(capsys, "bench", "quantize", "--tune", "--only", "mx")[2]
     toy.run = lambda smoke, progress, *, only=None: []
     status, _, err = run(capsys, "bench", "quantize", "--only", "zzz")
     assert status == 2 and "has no figure that --only 'zzz' fits" in err

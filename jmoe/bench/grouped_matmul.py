@@ -55,6 +55,11 @@ CANDIDATES = {
             *((4, 1, 5, 1), (4, 2, 2, 1)),
         )
     ],
+    "4 bits": [  # besides those of "decode"
+        {"block_t": t, "consumers": c, "chunks": k, "stages": s, "per_sm": p, "warp": True}
+        for t in (8, 16)
+        for c, k, s, p in ((4, 2, 2, 1), (4, 1, 4, 1), (3, 2, 3, 1), (2, 2, 4, 1), (2, 2, 2, 2))
+    ],
 }
 DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
 DECODE_ROWS = 64
@@ -138,10 +143,10 @@ def cases(smoke: bool) -> list[tuple[Shape, str]]:
     many, few = [s for s in shapes if not s.decode], [s for s in shapes if s.decode]
     even = [s for s in many if s.even]
     chosen = [(s, f) for s in even for f in ("bf16", "fp8")]
-    chosen += [(s, "bf16") for s in many if not s.even]
     chosen += [(s, f) for s in few for f in formats if f != "fp8"]
     chosen += [(even[0], f) for f in formats if f not in ("bf16", "fp8")]
-    return chosen + [(s, TRAINING) for s in even] + [(even[0], STOCK)]
+    chosen += [(even[0], STOCK), *((s, TRAINING) for s in even)]
+    return chosen + [(s, "bf16") for s in many if not s.even]
 
 
 def operands(key: jax.Array, shape: Shape, fmt: str):
@@ -220,7 +225,8 @@ def _error(x, w, sizes, results):
 class Program:
     """A format at a shape, for any group sizes: what makes its operands, a chain of calls, and its error."""
 
-    def __init__(self, shape: Shape, fmt: str, smoke: bool = False):
+    def __init__(self, shape: Shape, fmt: str, smoke: bool = False, like: Program | None = None):
+        """like: a program of the same shape and format, whose operands and error this one takes."""
         calls = {TRAINING: _train, STOCK: _stock}
         rounds, each = (1, 1) if smoke or fmt == STOCK else ROUNDS[shape.decode]
         self.calls = 1 + rounds * each
@@ -231,11 +237,17 @@ class Program:
         run = jax.jit(_chain(calls.get(fmt, _product), rounds, each))
         results = jax.eval_shape(run, draws, x, w)
         sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
-        self._lowered = make.lower(key), run.lower(draws, x, w), jax.jit(_error).lower(x, w, sizes, results)
+        self._like, self._run = like, run.lower(draws, x, w)
+        if like is None:
+            self._rest = make.lower(key), jax.jit(_error).lower(x, w, sizes, results)
 
     def compile(self) -> None:
-        """May run in a thread; nothing may be timed meanwhile."""
-        self.make, self.run, self.error = (lowered.compile() for lowered in self._lowered)
+        """May run in a thread; nothing may be timed meanwhile. A program that is like another comes after it."""
+        self.run = self._run.compile()
+        if self._like is None:
+            self.make, self.error = (lowered.compile() for lowered in self._rest)
+        else:
+            self.make, self.error = self._like.make, self._like.error
 
 
 def draws_of(shape: Shape, smoke: bool) -> int:
@@ -420,13 +432,20 @@ def measure(
 
 
 def tune(
-    progress: Progress | None = None, shapes: Sequence[Shape] = SHAPES, formats: Sequence[str] = FORMATS
+    progress: Progress | None = None,
+    only: re.Pattern[str] | None = None,
+    shapes: Sequence[Shape] = SHAPES,
+    formats: Sequence[str] = FORMATS,
 ) -> list[Record]:
-    """Times the candidates of every shape and weight format, and writes the fastest as rules to `tuning.USER_FILE`."""
+    """Times the candidates of every shape and weight format, and writes the fastest as rules to `tuning.USER_FILE`.
+
+    Each rule is written as soon as it is known, before those that the file has. only: as for `run`.
+    """
     progress = progress or NoProgress()
     chosen = [(s, f) for s in shapes if s.sizes == "equal" for f in formats if f != "fp8" and (s.decode or f == "bf16")]
+    chosen = [(s, f) for s, f in chosen if wanted(only, f, s.case)]
     progress.start(len(chosen))
-    records, rules = [], []
+    records = []
     for i, (shape, fmt) in enumerate(chosen):
         progress.step(f"{fmt} {shape.case}")
         kernel = "decode" if shape.decode else "prefill"
@@ -438,24 +457,48 @@ def tune(
         ]
         if timed:
             _, candidate, record = min(timed, key=lambda t: t[0] or 0.0)
-            rows = tuning.rows_per_group(shape.rows, shape.groups)
-            weights = {"bf16": "bfloat16"}.get(fmt, fmt)
-            rules.append(dict(kernel=kernel, weights=weights, max_rows=rows, n=shape.n, k=shape.k, config=candidate))
+            _keep(dict(kernel=kernel, **_where(shape, fmt), config=candidate))
             records.append(dataclasses.replace(record, name=f"{fmt} {candidate}", ceiling=None, ceiling_name=""))
             progress.record(records[-1])
-    tuning.write_rules(tuning.USER_FILE, rules)
     return records
 
 
+def _where(shape: Shape, fmt: str) -> dict[str, Any]:
+    """What a rule for this shape and format says, besides the kernel and its configuration."""
+    rows = tuning.rows_per_group(shape.rows, shape.groups)
+    return dict(weights={"bf16": "bfloat16"}.get(fmt, fmt), max_rows=rows, n=shape.n, k=shape.k)
+
+
+def _keep(rule: dict[str, Any]) -> None:
+    """Writes a rule before those of the user's file that hold for something else."""
+
+    def place(r):
+        return {name: value for name, value in r.items() if name != "config"}
+
+    there = tuning.read_rules(tuning.USER_FILE) if tuning.USER_FILE.is_file() else ()
+    tuning.write_rules(tuning.USER_FILE, [rule, *(r for r in there if place(r) != place(rule))])
+
+
 def _candidates(kernel: str, shape: Shape, fmt: str) -> list[tuple[dict[str, Any], Program]]:
-    """The candidates that this shape can have, compiled."""
-    able = []
-    for candidate in CANDIDATES[kernel]:
+    """The candidates that this shape can have, compiled; first what it has now."""
+    where = _where(shape, fmt)
+    rows = where.pop("max_rows")
+    now = tuning.lookup(kernel, rows=rows, weight_rows=min(shape.rows, shape.groups) * shape.n, **where)
+    candidates = [now, *CANDIDATES[kernel], *(CANDIDATES["4 bits"] if shape.decode and fmt.endswith("fp4") else ())]
+    if shape.decode:  # tiles for a group's rows, or twice as many
+        fitting = sorted({c["block_t"] for c in candidates[1:] if c["block_t"] >= rows})[:2]
+        candidates = [now, *(c for c in candidates[1:] if c["block_t"] in fitting)]
+    able: list[tuple[dict[str, Any], Program]] = []
+    for i, candidate in enumerate(candidates):
+        if candidate in candidates[:i]:
+            continue
         try:
             with tuning.override({kernel: candidate}):
-                able.append((candidate, Program(shape, fmt)))
+                able.append((candidate, Program(shape, fmt, like=able[0][1] if able else None)))
         except ValueError:  # does not fit into shared memory, or not this shape
             continue
+    if able:
+        able[0][1].compile()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(lambda pair: pair[1].compile(), able))
+        list(pool.map(lambda pair: pair[1].compile(), able[1:]))
     return able
