@@ -6,8 +6,8 @@ A dispatch is timed from bf16 rows to received rows (quantising and packing incl
 to the owner's sums; routing and plan are made before. Remote bytes are what has to cross the link in one direction: a
 row for each (token, other rank) or, in the batched form, for each (token, expert elsewhere), the most that any rank
 sends. Logical bytes count the own rank too. A collective moves its padding as well, which is not counted in its favour.
-Each figure is the median of chains of dependent calls inside one jit; the dependence is one small kernel of a call. All
-programs of one T are compiled side by side before any of them is timed.
+Each figure is the median of chains of dependent calls inside one jit; the dependence is one small kernel of a call.
+Programs are compiled side by side, and nothing is compiled while something is timed.
 """
 
 from __future__ import annotations
@@ -417,27 +417,35 @@ def run(
     lengths = {wire: row_layout(bench.shape.hidden, wire, bench.shape.top_k).row_bytes for wire in wires}
     names = [torch_name(what, wire) for what in dispatch_peers.LIMIT_SECONDS for wire in wires]
     skip = smoke or not any(bench.wants(name, t) for name in names for t in tokens)
-    # While the first programs are lowered, which needs one core and no GPU.
     torch = bench.pool.submit(
         dispatch_peers.torch_seconds, tokens, sorted(set(lengths.values())), bench.num_ranks, skip=skip
     )
-    records = []
-    for t in tokens:
-        progress.step(f"T={t}: compiling")
-        at, figures = Tokens(bench, t), []
-        for name, wire, _ in cases((t,), wires, backends):
-            figures += Case(at, get_backend(name), wire).figures()
-        for n in slices:
-            figures += ragged(at, n) if smoke or t in RAGGED_TOKENS else []
+    records, waiting, ready = [], list(tokens), []
+
+    def keep(record: Record) -> None:
+        records.append(record)
+        progress.record(record)
+
+    while waiting or ready:
+        # PyTorch has the GPUs for about as long as it takes to lower the programs of all T, which needs one core.
+        while waiting and not (ready and torch.done()):
+            t = waiting.pop(0)
+            progress.step(f"T={t}: compiling")
+            at, figures = Tokens(bench, t), []
+            for name, wire, _ in cases((t,), wires, backends):
+                figures += Case(at, get_backend(name), wire).figures()
+            for n in slices:
+                figures += ragged(at, n) if smoke or t in RAGGED_TOKENS else []
+            ready.append((at, figures))
         bench.compile()
         found = torch.result()
-        progress.step(f"T={t}: measuring")
-        while figures:
-            records.append(figures.pop(0).measure())  # its programs and their results are let go
-            progress.record(records[-1])
-        for record in torch_records(at, found, lengths):
-            records.append(record)
-            progress.record(record)
+        while ready:
+            at, figures = ready.pop(0)
+            progress.step(f"T={at.tokens}: measuring")
+            while figures:
+                keep(figures.pop(0).measure())  # its programs and their results are let go
+            for record in torch_records(at, found, lengths):
+                keep(record)
     return records
 
 
