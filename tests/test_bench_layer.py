@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.bench import layer, layer_case, layer_peers, model
+from jmoe.bench import layer, layer_case, layer_peers, lowering, model
 from jmoe.bench.common import NoProgress
 from jmoe.bench.profile import _scopes, profile
 from jmoe.config import MoEConfig, QuantConfig
@@ -134,3 +134,27 @@ def test_kernels_are_matched_with_the_scopes_of_their_operations():
     hlo = '  %loop_fusion.3 = f32[2]{0} fusion(%p), kind=kLoop, metadata={op_name="jit(f)/router/add"}'
     assert _scopes(hlo) == {"loop_fusion_3": "jit(f)/router/add"}
     assert profile(lambda x: x + 1, jnp.ones(3)) is None  # there is no GPU here
+
+
+def negated(x):
+    return {"y": -x}, x + 1
+
+
+def test_what_another_process_lowers_is_the_same_function():
+    with lowering.processes() as pool:
+        data = pool.submit(lowering.exported, negated, jax.ShapeDtypeStruct((3,), jnp.float32)).result()
+    x = jnp.arange(3, dtype=jnp.float32)
+    y, more = jax.jit(lowering.imported(data))(x)
+    np.testing.assert_array_equal(y, -x)
+    np.testing.assert_array_equal(more, x + 1)
+
+
+def test_a_lowered_layer_of_two_ranks_gives_the_same_bytes():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (layer_case.AXIS,))
+    config, wire = layer.SMOKE_SHAPES["tiny"], layer.WIRES[1]
+    here, there = (layer_case.Case.make("tiny", config, 8, wire, mesh=mesh, smoke=True) for _ in range(2))
+    here.compile()
+    there.compile(there.exported())
+    params = here.placed(layer_case.random_params(jax.random.key(0), config))
+    (_, a), (_, b) = (c.compiled(tuple(c.inputs()), ((None, params),) * layer_case.SETS) for c in (here, there))
+    np.testing.assert_array_equal(a[-1].view(jnp.uint16), b[-1].view(jnp.uint16))

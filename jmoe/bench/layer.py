@@ -8,9 +8,8 @@ ceiling is what two matmuls over sorted rows could do at the rates that were mea
 (`layer_case.roofline_seconds`). `parameters` has what `jmoe explain` predicted, and for some the number of kernels of a
 call and the sum of their own times, those of the dependence between calls included.
 
-A run goes in stages, the most telling first, because it may be cut short. In each the layers are lowered (one after
-another, 2 s for one with many rows), compiled in parallel, and timed when all that is done. PyTorch is timed in a
-process of its own while the first stage is lowered.
+Layers are lowered in several processes, while PyTorch is timed in one more; then all are compiled in parallel, and
+timed when that is done, the most telling first, because a run may be cut short.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from jax.sharding import Mesh
 from jmoe.config import MoEConfig, QuantConfig
 from jmoe.params import MoEParams
 
-from . import layer_peers
+from . import layer_peers, lowering
 from .common import Attempts, NoProgress, Progress, Record, wanted
 from .layer_case import AXIS, FP8, Case, Ceilings, Variant, case_name, ceilings, quantised, random_params, record
 from .plot import lines
@@ -65,33 +64,42 @@ WIRES = (
 
 
 def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] | None = None) -> list[Record]:
-    """Every stage's numbers of tokens and formats, and the peers; those that `wanted(only, ...)` names.
+    """Every shape, number of tokens and format, and the peers; those that `wanted(only, ...)` names.
 
     Raises RuntimeError at the end if a layer failed; `progress` has been told the figures of the others by then.
     """
     progress, attempt = progress or NoProgress(), Attempts()
     shapes, stages = (SMOKE_SHAPES, SMOKE_STAGES) if smoke else (SHAPES, STAGES)
     mesh = Mesh(np.array(jax.devices()), (AXIS,)) if len(jax.devices()) > 1 else None
-    progress.start(1 + 2 * len(stages))
+    progress.start(3 + len(stages))
+    eager = layer_peers.start_torch({} if smoke else _of_torch(only))
+    plans = [Stage(shape, shapes[shape], tokens, smoke, only) for shape, tokens in stages]
+    cases = [plan.cases(mesh, attempt) for plan in plans]
+    every = [case for each in cases for case in each]
+    why = "they are small" if smoke else lowering.obstacle()
+    progress.step(f"lowering {len(every)} layers, {f'in this process: {why}' if why else 'and PyTorch'}")
+    exported = [None] * len(every) if why else _exported(every, attempt)
+    stock = [plan.stock(attempt) for plan in plans]
+    times: dict[str, dict[int, float]] = attempt(PEERS[0], eager.result) or {}  # XLA tunes on the GPU: PyTorch first
+    progress.step("compiling")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = [(c.title, pool.submit(c.compile, data)) for c, data in zip(every, exported, strict=True)]
+        jobs += [(p.title, pool.submit(p.compile)) for each in stock for p in each]
+        for what, job in jobs:
+            attempt(what, job.result)
     progress.step("ceilings")
     limits = ceilings(smoke)
-    eager = layer_peers.start_torch({} if smoke else _of_torch(only))
     records: list[Record] = []
-    of_torch: dict[str, dict[int, float]] = {}
-    for i, (shape, tokens) in enumerate(stages):
-        progress.step(f"{shape}, {tokens} tokens: lowering and compiling")
-        stage = Stage(shape, shapes[shape], tokens, limits, smoke, only)
-        programs = stage.programs(mesh, eager, attempt)
-        if i == 0:
-            of_torch = attempt(PEERS[0], eager.result) or {}
-        progress.step(f"{shape}, {tokens} tokens: {len(programs.layers)} layers")
-        for one in stage.measure(programs, of_torch.get(shape, {}), attempt):
+    held: dict[Any, MoEParams] = {}
+    for plan, layers, plain in zip(plans, cases, stock, strict=True):
+        progress.step(f"{plan.shape}, {', '.join(map(str, plan.tokens))} tokens: {len(layers)} layers")
+        for one in plan.measure(layers, plain, times.get(plan.shape, {}), limits, held, attempt):
             records.append(one)
             progress.record(one)
-        if shape not in [s for s, _ in stages[i + 1 :]]:
-            for one in compared([r for r in records if r.parameters["shape"] == shape]):
-                records.append(one)
-                progress.record(one)
+    for shape in shapes:
+        for one in compared([r for r in records if r.parameters["shape"] == shape]):
+            records.append(one)
+            progress.record(one)
     attempt.check()
     return records
 
@@ -105,12 +113,17 @@ def _of_torch(only: re.Pattern[str] | None) -> dict[str, tuple[MoEConfig, tuple[
     return {shape: (config, tokens) for shape, (config, tokens) in found.items() if tokens}
 
 
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """What is timed, compiled: the layers in order, and stock JAX's."""
+def _exported(cases: Sequence[Case], attempt: Attempts) -> list[bytes | None]:
+    """Each case's program, lowered in another process; None where that failed."""
+    with lowering.processes() as pool:
+        asked = [(c.shape, c.tokens, c.variant, c.ranks) for c in cases]
+        jobs = [pool.submit(_lowered, *key) for key in asked]
+        return [attempt(case.title, job.result) for case, job in zip(cases, jobs, strict=True)]
 
-    layers: list[Case]
-    stock: list[layer_peers.Stock]
+
+def _lowered(shape: str, tokens: int, variant: Variant, ranks: int) -> bytes:
+    mesh = Mesh(np.array(jax.devices()[:ranks]), (AXIS,)) if ranks > 1 else None
+    return Case.make(shape, SHAPES[shape], tokens, variant, mesh=mesh).exported()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,56 +133,60 @@ class Stage:
     shape: str
     config: MoEConfig
     tokens: tuple[int, ...]
-    limits: Ceilings
     smoke: bool
     only: re.Pattern[str] | None
 
-    def _wanted(self, mesh: Mesh | None) -> list[tuple[int, Variant, Mesh | None]]:
+    def cases(self, mesh: Mesh | None, attempt: Attempts) -> list[Case]:
+        """The layers that are wanted, in order."""
         found = []
         for tokens in self.tokens:
             for variants, where in ((VARIANTS, None), (WIRES if mesh is not None else (), mesh)):
                 case = case_name(self.shape, tokens, 1 if where is None else where.size)
                 for variant in variants:
                     if (self.smoke or tokens in variant.tokens) and wanted(self.only, variant.name, case):
-                        found.append((tokens, variant, where))
-        return found
+                        how: Any = dict(mesh=where, smoke=self.smoke)
+                        make = functools.partial(Case.make, self.shape, self.config, tokens, variant, **how)
+                        found.append(attempt(f"{variant.name} {case}", make))
+        return [case for case in found if case is not None]
 
-    def programs(self, mesh: Mesh | None, eager: concurrent.futures.Future[Any], attempt: Attempts) -> Programs:
-        """Lowered, and then compiled in parallel: not before `eager` is done, because XLA tunes on the GPU."""
-        made: list[tuple[str, Any]] = []
-        for t, variant, where in self._wanted(mesh):
-            what = f"{variant.name} {case_name(self.shape, t, 1 if where is None else where.size)}"
-            how: Any = dict(mesh=where, smoke=self.smoke)
-            lower = functools.partial(Case.make, self.shape, self.config, t, variant, self.limits, **how)
-            made += [(what, case)] if (case := attempt(what, lower)) is not None else []
-        plain = []
+    def stock(self, attempt: Attempts) -> list[layer_peers.Stock]:
+        """Stock JAX where that is wanted and fits into the memory, lowered."""
+        found = []
         for t in self.tokens:
-            case = case_name(self.shape, t, 1)
-            asked = (self.smoke or t in VARIANTS[0].tokens) and wanted(self.only, PEERS[1], case)
-            if asked and layer_peers.stock_bytes(self.config, t) < STOCK_BYTES:
-                stock = layer_peers.Stock.make(self.config, t, calls=2 if t > 1024 else 20)
-                plain.append((f"{PEERS[1]} {case}", stock))
-        concurrent.futures.wait([eager])
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            jobs = [(what, pool.submit(program.compile)) for what, program in [*made, *plain]]
-            for what, job in jobs:
-                attempt(what, job.result)
-        return Programs([c for _, c in made if c.compiled], [p for _, p in plain if p.compiled])
+            asked = self.smoke or t in VARIANTS[0].tokens
+            if not asked or not wanted(self.only, PEERS[1], case_name(self.shape, t, 1)):
+                continue
+            if layer_peers.stock_bytes(self.config, t) < STOCK_BYTES:
+                calls = 2 if t > 1024 else 20
+                make = functools.partial(layer_peers.Stock.make, self.shape, self.config, t, calls=calls)
+                found.append(attempt(f"{PEERS[1]} {case_name(self.shape, t, 1)}", make))
+        return [p for p in found if p is not None]
 
-    def measure(self, programs: Programs, eager: dict[int, float], attempt: Attempts) -> Iterator[Record]:
-        """The layers' records, then those of the peers. eager: PyTorch's seconds by tokens."""
-        exact = random_params(jax.random.key(0), self.config)
-        stock = self._stock_seconds(programs.stock, exact, attempt)
+    def measure(
+        self,
+        cases: Sequence[Case],
+        plain: Sequence[layer_peers.Stock],
+        eager: dict[int, float],
+        limits: Ceilings,
+        held: dict[Any, MoEParams],
+        attempt: Attempts,
+    ) -> Iterator[Record]:
+        """The layers' records, then those of the peers. eager: PyTorch's seconds by tokens. held: parameters so far."""
+        if self.shape not in held:
+            held[self.shape] = random_params(jax.random.key(0), self.config)
+        exact = held[self.shape]
         eager = {t: seconds for t, seconds in eager.items() if t in self.tokens}
-        peers = dict(zip(PEERS, (eager, stock), strict=True))
-        held: dict[tuple, MoEParams] = {}
-        for case in programs.layers:
-            key = (case.config.quant.weights, case.ranks)
-            if key not in held:
-                held[key] = case.placed(quantised(exact, case.config.quant))
+        peers = dict(zip(PEERS, (eager, self._stock_seconds(plain, exact, attempt)), strict=True))
+        for case in cases:
             beside = {n: ts[case.tokens] for n, ts in peers.items() if case.tokens in ts and case.ranks == 1}
-            measure = functools.partial(case.measure, held[key], exact, self.limits, smoke=self.smoke, peers=beside)
-            one = attempt(f"{case.variant.name} {case_name(self.shape, case.tokens, case.ranks)}", measure)
+
+            def measure(case=case, beside=beside):
+                key = (self.shape, case.config.quant.weights, case.ranks)
+                if key not in held:
+                    held[key] = case.placed(quantised(exact, case.config.quant))
+                return case.measure(held[key], exact, limits, smoke=self.smoke, peers=beside)
+
+            one = attempt(case.title, measure) if case.compiled else None
             if one is not None:
                 yield one
         for name, times in peers.items():
@@ -177,15 +194,15 @@ class Stage:
                 yield record(self.shape, self.config, t, name, seconds, 1, 0.0, smoke=self.smoke)
 
     def _stock_seconds(
-        self, programs: list[layer_peers.Stock], exact: MoEParams, attempt: Attempts
+        self, programs: Sequence[layer_peers.Stock], exact: MoEParams, attempt: Attempts
     ) -> dict[int, float]:
         """By tokens."""
+        programs = [p for p in programs if p.compiled]
         weights = layer_peers.stock_weights(exact) if programs else ()
         times = {}
         for p in programs:
             repeats = 1 if self.smoke or p.tokens > 1024 else 3
-            what = f"{PEERS[1]} {case_name(self.shape, p.tokens, 1)}"
-            seconds = attempt(what, functools.partial(p.seconds, weights, repeats))
+            seconds = attempt(p.title, functools.partial(p.seconds, weights, repeats))
             times |= {} if seconds is None else {p.tokens: seconds}
         return times
 

@@ -1,4 +1,4 @@
-"""One figure of `jmoe bench layer`: a chain of calls of a layer, lowered and compiled before anything is timed.
+"""One figure of `jmoe bench layer`: a chain of calls of a layer, compiled before anything is timed.
 
 T tokens on one rank, D hidden size, F expert width, E experts, K experts per token, R ranks.
 """
@@ -10,6 +10,7 @@ import functools
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,9 +29,10 @@ from jmoe.params import MoEParams
 from jmoe.policy import explain
 from jmoe.router import route, router_logits
 
+from . import lowering
 from .common import Record, chain, copy_bandwidth, jit_donating, relative_error, time_chain
 from .profile import totals
-from .timing import CHAIN_SECONDS, MOST_CALLS
+from .timing import CHAIN_SECONDS, MOST_CALLS, Chain
 
 AXIS = "ep"
 FP8 = QuantConfig(activations="fp8_128", weights="fp8_128x128", intermediate="fp8_128")
@@ -56,6 +58,9 @@ class Ceilings:
 
     copy: float
     flops: dict[str, float]
+
+
+NOMINAL = Ceilings(4e12, {"bfloat16": 800e12, "fp8": 1500e12})  # of an H200, for the length of a chain
 
 
 def ceilings(smoke: bool) -> Ceilings:
@@ -162,12 +167,18 @@ def parameter_specs(params: MoEParams) -> MoEParams:
     )
 
 
+@functools.cache
+def parameter_shapes(config: MoEConfig) -> MoEParams:
+    """Of parameters with the expert weights in config.quant.weights."""
+    return jax.eval_shape(lambda: quantised(random_params(jax.random.key(0), config), config.quant))
+
+
 @dataclasses.dataclass
 class Case:
     """A chain of `calls` calls of one layer with `tokens` tokens on each rank, one rank where `mesh` is None.
 
-    config: with the variant's quantisation. lowered and compiled: the chain, compiled once for the time, the error and
-    the kernels.
+    config: with the variant's quantisation. mesh: of one axis, AXIS. compiled: the chain, compiled once for the time,
+    the error and the kernels.
     """
 
     shape: str
@@ -177,7 +188,6 @@ class Case:
     mesh: Mesh | None
     layer: MoELayer
     calls: int
-    lowered: Any
     compiled: Any = None
 
     @classmethod
@@ -187,21 +197,33 @@ class Case:
         config: MoEConfig,
         tokens: int,
         variant: Variant,
-        limits: Ceilings,
         *,
         mesh: Mesh | None = None,
         smoke: bool = False,
         backend: str = "auto",
     ) -> Case:
-        """Lowered, which needs no arrays. mesh: of one axis, AXIS."""
-        exact, config = config, dataclasses.replace(config, quant=variant.quant)
+        """Not lowered yet. config: without quantisation."""
+        config = dataclasses.replace(config, quant=variant.quant)
         layer = build_moe(config, mesh=mesh, backend=backend)
-        guess = 1.5 * roofline_seconds(config, tokens, limits, ranks=layer.num_ranks) + 20e-6
+        guess = 1.5 * roofline_seconds(config, tokens, NOMINAL, ranks=layer.num_ranks) + 20e-6
         calls = SETS if smoke else SETS * math.ceil(max(2, min(MOST_CALLS / SETS, CHAIN_SECONDS / guess)))
+        return cls(shape, config, tokens, variant, mesh, layer, calls)
+
+    @property
+    def ranks(self) -> int:
+        return self.layer.num_ranks
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.variant.name} {case_name(self.shape, self.tokens, self.ranks)}"
+
+    def _program(self) -> tuple[Chain, tuple[Any, ...]]:
+        """The chain, and the shapes of its arguments."""
+        layer, mesh, params = self.layer, self.mesh, parameter_shapes(self.config)
         # A jitted step is traced and lowered once, though the chain has four copies of it.
-        run = chain(jax.jit(lambda x, params: moe_local(layer, params, x)), calls=calls)
-        params = jax.eval_shape(lambda: quantised(random_params(jax.random.key(0), exact), variant.quant))
-        x = jax.ShapeDtypeStruct((layer.num_ranks * tokens, config.hidden_size), jnp.bfloat16)
+        run = chain(jax.jit(lambda x, params: moe_local(layer, params, x)), calls=self.calls)
+        x = jax.ShapeDtypeStruct((self.ranks * self.tokens, self.config.hidden_size), jnp.bfloat16)
         if mesh is not None:
             specs, firsts = parameter_specs(params), (P(AXIS),) * SETS
             place = lambda a, spec: jax.ShapeDtypeStruct(  # noqa: E731
@@ -210,15 +232,24 @@ class Case:
             params, x = jax.tree.map(place, params, specs), place(x, P(AXIS))
             in_specs = (firsts, ((None, specs),) * SETS)
             run = compat.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=(firsts, P(AXIS)))
-        lowered = jit_donating(run).lower((x,) * SETS, ((None, params),) * SETS)
-        return cls(shape, config, tokens, variant, mesh, layer, calls, lowered)
+        return run, ((x,) * SETS, ((None, params),) * SETS)
 
-    @property
-    def ranks(self) -> int:
-        return self.layer.num_ranks
+    def exported(self) -> bytes:
+        """The chain, lowered."""
+        run, arguments = self._program()
+        return lowering.exported(run, *arguments)
 
-    def compile(self) -> None:
-        self.compiled = self.lowered.compile()
+    def compile(self, exported: bytes | None = None) -> None:
+        """exported: of another process (None: lowered here)."""
+        run, arguments = self._program()
+        if exported is not None:
+            call = lowering.imported(exported)
+
+            def run(firsts: tuple, inputs: Sequence[tuple], /) -> tuple[tuple, tuple]:  # noqa: F811
+                out = call(firsts, inputs)
+                return tuple(out[:SETS]), tuple(out[SETS:])
+
+        self.compiled = jit_donating(run).lower(*arguments).compile()
 
     def placed(self, params: MoEParams) -> MoEParams:
         """The parameters where this case wants them."""

@@ -23,7 +23,7 @@ from jax import lax
 from jmoe.config import MoEConfig
 from jmoe.params import MoEParams
 
-from .layer_case import SETS, inputs, random_params
+from .layer_case import SETS, case_name, inputs, random_params
 from .timing import chain, jit_donating, run_chain
 
 
@@ -59,6 +59,7 @@ def stock_bytes(config: MoEConfig, tokens: int) -> int:
 class Stock:
     """A chain of `calls` calls of `stock_layer` with T tokens."""
 
+    shape: str
     config: MoEConfig
     tokens: int
     calls: int
@@ -66,13 +67,18 @@ class Stock:
     compiled: Any = None
 
     @classmethod
-    def make(cls, config: MoEConfig, tokens: int, *, calls: int) -> Stock:
+    def make(cls, shape: str, config: MoEConfig, tokens: int, *, calls: int) -> Stock:
         """Lowered, which needs no arrays."""
         step = jax.jit(functools.partial(stock_layer, top_k=config.num_experts_per_tok))
         shapes = jax.eval_shape(lambda: stock_weights(random_params(jax.random.key(0), config)))
         x = jax.ShapeDtypeStruct((tokens, config.hidden_size), jnp.bfloat16)
         lowered = jit_donating(chain(step, calls=calls)).lower((x,) * SETS, ((None, *shapes),) * SETS)
-        return cls(config, tokens, calls, lowered)
+        return cls(shape, config, tokens, calls, lowered)
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"stock JAX {case_name(self.shape, self.tokens, 1)}"
 
     def compile(self) -> None:
         self.compiled = self.lowered.compile()
