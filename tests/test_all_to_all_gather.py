@@ -290,14 +290,14 @@ def test_an_engine_that_sums_gives_the_bits_of_the_two_steps(monkeypatch, tokens
 
 
 @needs_kernels
-def test_a_gradient_takes_the_two_steps(monkeypatch):
+def test_a_gradient_is_that_of_the_two_steps(monkeypatch):
     calls = []
     engines = gathering_engine(monkeypatch, calls)
     want, got = (layer("nvlink_one_sided", 6, summed=False, engine=engine, gradient=True) for engine in engines)
     arrays = case("uniform", 6)
     grads = got(*arrays)
     same_bits(grads, want(*arrays))
-    assert not calls and all(np.abs(np.asarray(g, np.float32)).sum() > 0 for g in grads)
+    assert len(calls) == 1 and all(np.abs(np.asarray(g, np.float32)).sum() > 0 for g in grads)
 
 
 @needs_kernels
@@ -348,7 +348,7 @@ def test_the_summing_kernel_is_chosen_by_nobody_who_does_not_ask():
 
 
 @needs_kernels
-def test_a_layer_that_asks_for_it_sums_in_the_exchange_but_under_differentiation():
+def test_a_layer_that_asks_for_it_sums_in_the_exchange():
     config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=128)
     params = jax.eval_shape(lambda key: init_params(key, config, dtype=jnp.bfloat16), jax.random.key(0))
     x = jax.ShapeDtypeStruct((32, 256), jnp.bfloat16)
@@ -360,5 +360,6 @@ def test_a_layer_that_asks_for_it_sums_in_the_exchange_but_under_differentiation
         traced = jax.jit(jax.value_and_grad(run) if gradient else run).trace(params, x)
         return set(re.findall(r"combine_\w+(?=_mosaic_gpu)", traced.lower(lowering_platforms=("cuda",)).as_text()))
 
-    assert sums(False, False) == sums(False, True) == sums(True, True) == {"combine_rows"}
+    assert sums(False, False) == sums(False, True) == {"combine_rows"}
     assert sums(True, False) == {"combine_gathered"}
+    assert sums(True, True) == {"combine_gathered", "combine_rows"}  # the latter is the dispatch's derivative

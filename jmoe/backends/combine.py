@@ -68,27 +68,28 @@ def _returned_dtype(backend: Backend, exchange: Exchange, wire: str | None):
     return jnp.float32 if adds_float32 or wire is not None else exchange.dtype
 
 
-def _in_two_steps(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids):
-    rows = Unsummed(y, position, factors, y.shape[1]).summed(_returned_dtype(backend, exchange, None))
-    return _combine(backend, exchange, None, out_dtype, rows, weights, plan, recv_ids)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _combine_unsummed(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids):
-    """`_in_two_steps` in one, where that can be and no gradient is taken."""
-    out = exchange.engine.reduce_unsummed(Unsummed(y, position, factors, y.shape[1]), plan, exchange, out_dtype)
+    """`_combine` of the rows' sums, which the engine's kernel takes where it can."""
+    rows = Unsummed(y, position, factors, y.shape[1])
+    out = exchange.engine.reduce_unsummed(rows, plan, exchange, out_dtype)
     if out is None:
-        return _in_two_steps(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids)
+        rows = rows.summed(_returned_dtype(backend, exchange, None))
+        out = _combine(backend, exchange, None, out_dtype, rows, weights, plan, recv_ids)
     return out
 
 
-def _combine_unsummed_fwd(backend, exchange, out_dtype, y, factors, *others):
-    return jax.vjp(lambda y, factors: _in_two_steps(backend, exchange, out_dtype, y, factors, *others), y, factors)
+def _combine_unsummed_fwd(backend, exchange, out_dtype, *arrays):
+    return _combine_unsummed(backend, exchange, out_dtype, *arrays), arrays
 
 
-def _combine_unsummed_bwd(backend, exchange, out_dtype, pull, dout):
-    del backend, exchange, out_dtype
-    return *pull(dout), None, None, None, None
+def _combine_unsummed_bwd(backend, exchange, out_dtype, arrays, dout):
+    y, factors, position, weights, plan, recv_ids = arrays
+    dtype = _returned_dtype(backend, exchange, None)
+    like = jnp.zeros((0,), dtype)
+    drows = _combine_bwd(backend, exchange, None, out_dtype, (plan, recv_ids, weights, None, like), dout)[0]
+    _, pull = jax.vjp(lambda y, factors: Unsummed(y, position, factors, y.shape[1]).summed(dtype), y, factors)
+    return *pull(drows), None, None, None, None
 
 
 _combine_unsummed.defvjp(_combine_unsummed_fwd, _combine_unsummed_bwd)
