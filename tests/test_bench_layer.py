@@ -153,8 +153,8 @@ def test_a_lowered_layer_of_two_ranks_gives_the_same_bytes():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (layer_case.AXIS,))
     config, wire = layer.SMOKE_SHAPES["tiny"], layer.WIRES[1]
     here, there = (layer_case.Case.make("tiny", config, 8, wire, mesh=mesh, smoke=True) for _ in range(2))
-    here.compile()
-    there.compile(there.exported())
+    here.lower().compile()
+    there.lower(there.exported()).compile()
     params = here.placed(layer_case.random_params(jax.random.key(0), config))
     (_, a), (_, b) = (c.compiled(tuple(c.inputs()), ((None, params),) * layer_case.SETS) for c in (here, there))
     np.testing.assert_array_equal(a[-1].view(jnp.uint16), b[-1].view(jnp.uint16))

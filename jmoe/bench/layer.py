@@ -83,7 +83,10 @@ def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] 
     times: dict[str, dict[int, float]] = attempt(PEERS[0], eager.result) or {}  # XLA tunes on the GPU: PyTorch first
     progress.step("compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = [(c.title, pool.submit(c.compile, data)) for c, data in zip(every, exported, strict=True)]
+        jobs = []
+        for case, data in zip(every, exported, strict=True):
+            if attempt(case.title, functools.partial(case.lower, data)):
+                jobs.append((case.title, pool.submit(case.compile)))
         jobs += [(p.title, pool.submit(p.compile)) for each in stock for p in each]
         for what, job in jobs:
             attempt(what, job.result)

@@ -177,8 +177,8 @@ def parameter_shapes(config: MoEConfig) -> MoEParams:
 class Case:
     """A chain of `calls` calls of one layer with `tokens` tokens on each rank, one rank where `mesh` is None.
 
-    config: with the variant's quantisation. mesh: of one axis, AXIS. compiled: the chain, compiled once for the time,
-    the error and the kernels.
+    config: with the variant's quantisation. mesh: of one axis, AXIS. lowered and compiled: the chain, compiled once for
+    the time, the error and the kernels.
     """
 
     shape: str
@@ -188,6 +188,7 @@ class Case:
     mesh: Mesh | None
     layer: MoELayer
     calls: int
+    lowered: Any = None
     compiled: Any = None
 
     @classmethod
@@ -235,12 +236,12 @@ class Case:
         return run, ((x,) * SETS, ((None, params),) * SETS)
 
     def exported(self) -> bytes:
-        """The chain, lowered."""
+        """The chain, lowered for another process."""
         run, arguments = self._program()
         return lowering.exported(run, *arguments)
 
-    def compile(self, exported: bytes | None = None) -> None:
-        """exported: of another process (None: lowered here)."""
+    def lower(self, exported: bytes | None = None) -> Case:
+        """exported: by another process (None: lowered here)."""
         run, arguments = self._program()
         if exported is not None:
             call = lowering.imported(exported)
@@ -249,7 +250,11 @@ class Case:
                 out = call(firsts, inputs)
                 return tuple(out[:SETS]), tuple(out[SETS:])
 
-        self.compiled = jit_donating(run).lower(*arguments).compile()
+        self.lowered = jit_donating(run).lower(*arguments)
+        return self
+
+    def compile(self) -> None:
+        self.compiled, self.lowered = self.lowered.compile(), None
 
     def placed(self, params: MoEParams) -> MoEParams:
         """The parameters where this case wants them."""
