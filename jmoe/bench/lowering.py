@@ -48,5 +48,7 @@ def exported(function: Callable[..., Any], *arguments: Any) -> bytes:
 
 def imported(data: bytes) -> Callable[..., list[jax.Array]]:
     """The function with the same arguments, for `jax.jit`; its result is the list of the leaves."""
+    if jax.default_backend() == "gpu":
+        importlib.import_module("jax.experimental.mosaic.gpu")  # tells XLA where the kernels' runtime library is
     call = export.deserialize(bytearray(data)).call
     return lambda *arguments: list(call(*jax.tree.leaves(arguments)))
