@@ -75,7 +75,10 @@ def _said(records: Sequence[Record]) -> str:
             c for c in layer.compared([r for r in records if r.parameters["shape"] == shape]) if c.unit == "tokens"
         ]
         if first:
-            whens = ["nowhere" if r.value is None else f"from {number(r.value)} tokens" for r in first]
+            whens = [
+                "nowhere" if not r.value else "from 1 token" if r.value == 1 else f"from {number(r.value)} tokens"
+                for r in first
+            ]
             wires = [r.name.removesuffix(" wire faster from").removeprefix("EP, ") for r in first]
             each = ", ".join(f"{wire} {when}" for wire, when in zip(wires, whens, strict=True))
             out.append(f"Wires with which {shape} is faster than with BF16, by tokens on each GPU: {each}.")

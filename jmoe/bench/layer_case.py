@@ -371,6 +371,7 @@ def record(
             "E": config.num_experts,
             "K": config.num_experts_per_tok,
             "R": ranks,
+            **({"peers": {n: ranks * tokens / s for n, s in peers.items()}} if peers else {}),
             **(parameters or {}),
         },
     )
