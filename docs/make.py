@@ -97,9 +97,6 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 JMOE = "#1b6ca8"  # colours
 PEERS = ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b", "#c71585", "#3aa6a0")
-    "#1b6ca8",
-    ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b", "#c9a227", "#3aa6a0"),
-)  # colours
 GRIDS = {"layer": layer_text, "model": model_text}  # benchmarks whose tables have a column for each way
 MOST = 8  # lines of a benchmark without headlines that fit
 
