@@ -47,6 +47,13 @@ def test_the_error_is_that_of_rounding_and_sees_a_wrong_row(fmt):
     assert bench._error(x, w, sizes, (y.at[5 + 3].multiply(2),)) > 0.05
 
 
+def test_what_is_there_once_for_a_chain_is_in_no_figure(monkeypatch):
+    monkeypatch.setattr(bench, "PAUSE", 0.0)
+    monkeypatch.setattr(bench, "LOAD", 0.01)
+    sides = [lambda chains: 0.5 + 2.0 * chains, lambda chains: 3.0 * chains]
+    assert bench._bursts(*sides) == bench._under_load(*sides) == [2.0, 3.0]
+
+
 def test_only_the_figures_that_are_asked_for_are_measured_and_told():
     told = []
 

@@ -6,6 +6,8 @@ is timed, what lays out its tiles included.
 
 Products of many rows heat a GPU to its power limit within milliseconds, and then it slows down (an H200 to 1.4 of
 1.98 GHz). So they are timed under load, after half as long of the same; "burst" is the same in 21 calls after a pause.
+A chain costs half a millisecond once, for its launch and the last wait, of which the events that time torch see less.
+So a figure is what a second chain adds to the first, on both sides.
 torch's CUTLASS kernels are peers where torch is installed: the same load, in turns with ours. Everything is compiled
 before anything is timed, in threads.
 """
@@ -17,6 +19,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -283,7 +286,7 @@ class Torch:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) if found else None
 
     def ask(self, *question) -> float | None:
-        """("load", T, K, N, E, kind) prepares a call, and is None if torch cannot; (calls,) times it, in seconds."""
+        """("load", T, K, N, E, kind) prepares a call, and is None if torch cannot; (calls,) is the seconds of so many."""
         if self.process is None or self.process.stdin is None or self.process.stdout is None:
             return None
         try:
@@ -325,33 +328,46 @@ for line in sys.stdin:
         else:
             a, b = torch.cuda.Event(True), torch.cuda.Event(True)
             a.record(); [call() for _ in range(first)]; b.record(); torch.cuda.synchronize()
-            answer = a.elapsed_time(b) / first / 1e3
+            answer = a.elapsed_time(b) / 1e3
     except Exception:
         answer = None
     print(json.dumps(answer), flush=True)
 """
 
 
-def _bursts(*runs: Callable[[], float], rounds: int = 5) -> list[float]:
-    """Median seconds of each, in turns, each after a pause."""
-    times: list[list[float]] = [[] for _ in runs]
+Side = Callable[[int], float]  # seconds of so many chains, one after another
+
+
+def _second(pairs: Sequence[tuple[float, float]]) -> float:
+    """Seconds that a second chain adds, from those of one and of two."""
+    one, two = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    return two - one
+
+
+def _bursts(*sides: Side, rounds: int = 5) -> list[float]:
+    """Seconds of a chain of each side, in turns, each after a pause."""
+    times: list[list[tuple[float, float]]] = [[] for _ in sides]
+
+    def after_a_pause(side: Side, chains: int) -> float:
+        time.sleep(PAUSE)
+        return side(chains)
+
     for _ in range(rounds + 1):
-        for run, seconds in zip(runs, times, strict=True):
-            time.sleep(PAUSE)
-            seconds.append(run())
-    return [statistics.median(t[1:]) for t in times]
+        for side, pairs in zip(sides, times, strict=True):
+            pairs.append((after_a_pause(side, 1), after_a_pause(side, 2)))
+    return [_second(pairs[1:]) for pairs in times]
 
 
-def _under_load(*runs: Callable[[], float]) -> list[float]:
-    """Median seconds of each, in two turns, each after a while of nothing else."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(2 if len(runs) > 1 else 1):
-        for run, seconds in zip(runs, times, strict=True):
+def _under_load(*sides: Side) -> list[float]:
+    """Seconds of a chain of each side, in two turns, each after a while of nothing else."""
+    times: list[list[tuple[float, float]]] = [[] for _ in sides]
+    for _ in range(2 if len(sides) > 1 else 1):
+        for side, pairs in zip(sides, times, strict=True):
             turn, start = [], time.perf_counter()
             while time.perf_counter() - start < LOAD:
-                turn.append(run())
-            seconds += turn[len(turn) // 2 :]
-    return [statistics.median(t) for t in times]
+                turn.append((side(1), side(2)))
+            pairs += turn[len(turn) // 2 :]
+    return [_second(pairs) for pairs in times]
 
 
 def run(smoke: bool, progress: Progress | None = None, only: re.Pattern[str] | None = None) -> list[Record]:
@@ -389,15 +405,15 @@ def measure(
     error = float(program.error(x, w, last, results))
     del results
 
-    def ours() -> float:
+    def ours(chains: int) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(program.run(draws, x, w))
-        return (time.perf_counter() - start) / program.calls
+        jax.block_until_ready([program.run(draws, x, w) for _ in range(chains)])
+        return time.perf_counter() - start
 
-    sides: list[Callable[[], Any]] = [ours]
+    sides: list[Side] = [ours]
     if torch and fmt in PEERS and shape.even:
         if torch.ask("load", shape.rows, shape.k, shape.n, shape.groups, fmt):
-            sides.append(lambda: torch.ask(program.calls))
+            sides.append(lambda chains: torch.ask(chains * program.calls) or math.nan)
     flops = 2.0 * shape.rows * shape.k * shape.n * (3 if fmt == TRAINING else 1)
     touched = float(np.mean(np.sum(sizes > 0, axis=1)))
     amount, unit = (weight_bytes(w, touched) / 1e9, "GB/s") if shape.decode else (flops / 1e12, "TFLOP/s")
@@ -407,6 +423,8 @@ def measure(
         ceiling, ceiling_name = DENSE_TFLOPS["fp8" if fmt == "fp8" else "bf16"], "datasheet"
 
     def record(name: str, seconds: float, peer: float | None = None) -> Record:
+        """seconds, peer: of a chain."""
+        seconds, peer = seconds / program.calls, None if peer is None else peer / program.calls
         return Record(
             name=name,
             case=shape.case,
@@ -424,7 +442,7 @@ def measure(
         )
 
     if smoke:
-        return [record(fmt, ours())]
+        return [record(fmt, ours(1))]
     if shape.decode or fmt == STOCK:
         return [record(fmt, *_bursts(*sides))]
     short = [record(f"{fmt}, burst", *_bursts(*sides))] if len(sides) > 1 or not shape.even else []
