@@ -286,7 +286,7 @@ class Torch:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) if found else None
 
     def ask(self, *question) -> float | None:
-        """("load", T, K, N, E, kind) prepares a call, and is None if torch cannot; (calls,) is the seconds of so many."""
+        """("load", T, K, N, E, kind) prepares a call, None if torch cannot; (calls,) gives the seconds of so many."""
         if self.process is None or self.process.stdin is None or self.process.stdout is None:
             return None
         try:
