@@ -163,7 +163,7 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
                 return count
 
             lax.fori_loop(int32(0), trips, step, int32(0))
-            completion(axis_name, num_ranks, schedule)  # every rank may now reuse its rows
+            completion(axis_name, num_ranks, schedule, unused=1)  # every rank may now reuse its rows
 
     return plgpu.kernel(
         body,

@@ -188,13 +188,17 @@ def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_
     lax.fori_loop(int32(0), lax.div(total - block + int32(blocks - 1), int32(blocks)), one, ())
 
 
-def completion(axis_name: str, num_ranks: int, schedule: Schedule, *, signallers: int = 1, waiter=True) -> None:
+def completion(
+    axis_name: str, num_ranks: int, schedule: Schedule, *, signallers: int = 1, waiter=True, unused: int = 0
+) -> None:
     """Tells the other ranks that this warpgroup's writes have completed; block 0 waits until all blocks of those have.
 
     signallers: warpgroups of each block that call this. waiter: true in the one of them that waits. With a
-    `schedule.wait_limit` the wait gives up after that many looks and prints which rank is missing.
+    `schedule.wait_limit` the wait gives up after that many looks and prints which rank is missing. unused: semaphores
+    that nobody needs, for a number of them that no other kernel of a layer has: XLA makes zeros of one shape once and
+    copies them for the next kernel, which takes 1.0 us, and zeros of its own 0.4.
     """
-    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((num_ranks,)))
+    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((num_ranks + unused,)))
     me = lax.axis_index(axis_name)
     for step in range(1, num_ranks):
         pl.semaphore_signal(arrived.at[me], device_id={axis_name: peer_of(me, step, num_ranks)})
