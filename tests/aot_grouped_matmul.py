@@ -53,7 +53,8 @@ def kernels(formats):
             for rows in (1, *(m * groups for m in (4, 8, 12, 24, 64, 128))):
                 yield case(f"{fmt}, {parts} of {rows} rows", product, argument_of(plain, rows, k), w)
             for block_t in (8, 16) if fmt in ("nvfp4", "mxfp4") else ():
-                config = dict(block_t=block_t, consumers=2, chunks=1, stages=4, per_sm=1, warp=True)
+                many = dict(consumers=4, chunks=2, stages=2) if block_t == 8 and parts == 1 else {}
+                config = dict(block_t=block_t, consumers=2, chunks=1, stages=4, per_sm=1, warp=True) | many
                 configs, x = {"decode": config, "decode_gated": config}, argument_of(plain, 8 * groups, k)
                 yield case(f"{fmt}, {parts} of by warps, {block_t} tokens", product, x, w, configs)
     m, n = 65536, 4096

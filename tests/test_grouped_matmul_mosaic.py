@@ -109,6 +109,8 @@ def test_the_first_fitting_rule_decides_and_a_users_rules_come_first(tmp_path, m
     mine = tuning.read_rules(path)
     assert tuning.lookup("decode", weights="nvfp4", rows=4, n=3072, k=4096, extra=mine) == {"block_t": 24}
     assert tuning.lookup("decode", weights="nvfp4", rows=4, n=64, k=4096, extra=mine)["block_t"] == 8
+    by_thirds, by_halves = (tuning.lookup("decode", weights="nvfp4", rows=8, n=n, k=4096) for n in (3072, 4096))
+    assert by_thirds["consumers"] == 3 and by_halves["consumers"] == 4  # 64 rows each
     assert tuning.lookup("prefill", weights="bfloat16", rows=256, n=2048, k=768)["slab"] == 128
     assert tuning.lookup("prefill", weights="bfloat16", rows=256, n=2048, k=4096)["slab"] == 144
     monkeypatch.setattr(tuning.compat, "REGISTERS_MOVE", False)  # smaller tiles, but a user's rules still come first
@@ -379,6 +381,19 @@ def test_k_may_be_no_multiple_of_a_stage_or_a_swizzle(rng, few_blocks, fmt, k):
     x, w = operands(rng, m=60, k=k)
     q = w if fmt == "bf16" else quantize_weights(w, fmt)
     sizes = [7, 0, 33, 12]
+    y = mosaic_entry.forward(
+        x, q, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams()
+    )
+    assert relative(y, dense(x, w if fmt == "bf16" else dequantize(q, jnp.float32), sizes)) < 2e-6
+
+
+@needs_interpreter
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_128x128", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("m", "sizes"), [(4, [0, 3, 0, 1]), (8, [1, 5, 0, 1])])
+def test_groups_may_have_more_rows_than_are_likely(rng, few_blocks, fmt, m, sizes):
+    """One or two rows of a tile are always copied."""
+    x, w = operands(rng, m=m, k=256)
+    q = w if fmt == "bf16" else quantize_weights(w, fmt)
     y = mosaic_entry.forward(
         x, q, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams()
     )

@@ -30,7 +30,7 @@ from .bounds import MAX_GROUPS, make_bounds, num_words
 from .gate import Gate, gated_product
 from .mosaic_dequant import Packed, dequantise, permute_columns
 from .mosaic_few_rows import ROWS as _ROWS
-from .mosaic_few_rows import finished, store_rows, tile_factor, tiles_of_block
+from .mosaic_few_rows import copied_or_not, finished, store_rows, tile_factor, tiles_of_block
 from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
 
 _WIDTH = 64  # BF16 elements in one swizzle
@@ -47,6 +47,8 @@ class DecodeConfig:
     rows: 32 gives tiles half as large, for weights that are too few for all multiprocessors; the matrix unit then works
     on 64 rows of which half are left over.
     warp: multiply 4-bit weights with the warps' own instruction (mosaic_warp_sm90.py); for up to 32 tokens.
+    likely: of a tile of 8 tokens, how many are always copied; the others only where there are more. All eight for each
+    of many small tiles are a quarter more bytes out of the L2 cache.
     """
 
     block_t: int = 16
@@ -57,6 +59,7 @@ class DecodeConfig:
     pieces: int = 1
     rows: int = _ROWS
     warp: bool = False
+    likely: int = 8
     num_blocks: int | None = None
 
     def __post_init__(self):
@@ -72,7 +75,8 @@ class DecodeConfig:
             raise ValueError(
                 f"rows={self.rows}, block_t={self.block_t}: choose rows={_ROWS}, or 32 up to block_t={BOX}."
             )
-
+        if self.likely not in (1, 2, 4, 8):
+            raise ValueError(f"likely={self.likely}: choose 1, 2, 4 or 8.")
         if self.warp and (self.block_t > 32 or self.rows < _ROWS or self.pieces > 1):
             raise ValueError(
                 f"warp=True with block_t={self.block_t}, rows={self.rows}, pieces={self.pieces}: choose block_t up to "
@@ -107,6 +111,13 @@ class DecodeConfig:
         """Tokens that are copied together; see schedule.tile_schedule."""
         return min(self.block_t, BOX)
 
+    @property
+    def copied(self) -> tuple[tuple[int, int], ...]:
+        """(first, count) of the tokens that are copied together, of a tile that is no larger than a box."""
+        if self.block_t > 8 or self.likely == 8:
+            return ((0, self.block_t),)
+        return ((0, self.likely), (self.likely, self.block_t - self.likely))
+
     def fitted(self, row_bytes: int) -> DecodeConfig:
         """With smaller stages where a weight's row is short and its last stage would be partly empty."""
         pieces = -(-row_bytes // SWIZZLE)
@@ -114,6 +125,10 @@ class DecodeConfig:
             return self
         chunks = next(c for c in (4, 2, 1) if c < self.chunks and pieces % c == 0)  # a few scales must fill 16 bytes
         return dataclasses.replace(self, chunks=chunks, stages=self.stages * self.chunks // chunks)
+
+    def expecting(self, rows: int) -> DecodeConfig:
+        """For groups of about so many rows."""
+        return self if rows > 4 else dataclasses.replace(self, likely=1 << (rows - 1).bit_length())
 
     def smem_bytes(self, packed: Packed | None = None, itemsize: int = 2, parts: int = 1) -> int:
         """Shared memory of one block, barriers left out. parts: 2 where gate and up are multiplied together."""
@@ -124,6 +139,14 @@ class DecodeConfig:
         held = parts * self.held_n
         stage = self.chunks * (held + self.block_t * tokens) * SWIZZLE + held * scales
         return self.stages * stage + (0 if self.direct else self.consumers * _ROWS * self.box * itemsize)
+
+
+def x_copies_of(config: DecodeConfig, packed: Packed | None) -> int:
+    """Into how many copies a step's part of some rows of x is divided."""
+    if not packed:
+        return config.chunks
+    joined = config.block_t == config.box and len(config.copied) == 1
+    return 1 if joined else config.chunks * packed.chunk // _WIDTH
 
 
 def store_transposed(ref, value):
@@ -160,6 +183,7 @@ def _body(
     packed,
     gate,
     num_groups,
+    shifted,
     zero_tail,
     interpret,
 ):
@@ -172,10 +196,11 @@ def _body(
     x_chunks = c.chunks * (2 * packed.per_byte if packed else 1)
     k_steps = pl.cdiv(w.shape[3], wide)
     boxes = c.block_t // c.box
+    x_copies = x_copies_of(c, packed)
     wg = lax.axis_index("wg")
     each_tile = tiles_of_block(
         sizes,
-        offset,
+        offset if shifted else None,
         bounds_smem,
         shape=out.shape,
         num_weights=w.shape[0],
@@ -189,6 +214,18 @@ def _body(
     def _produce():
         if c.registers:
             plgpu.set_max_registers(c.registers[0], action="decrease")
+
+        def copy_tokens(j, slot, row, at, count):
+            """Rows of x, from `row`, to the place `at` of a stage; in x_copies copies."""
+            rows_of, here = pl.ds(row, count), pl.ds(at, count)
+            if packed and x_copies == 1:
+                source = x.at[pl.ds(j * x_chunks, x_chunks), rows_of]
+                plgpu.copy_gmem_to_smem(source, x_load.at[slot, :, here], full.at[slot])
+                return
+            for i in range(x_chunks):
+                columns = pl.ds(j * wide + i * _WIDTH, _WIDTH)
+                source = x.at[j * x_chunks + i, rows_of] if packed else x.at[rows_of, columns]
+                plgpu.copy_gmem_to_smem(source, x_load.at[slot, i, here], full.at[slot])
 
         def per_tile(tile, step):
             weight, first, rows, n_tile = tile
@@ -214,21 +251,11 @@ def _body(
                     for part in parts:
                         source = scales.at[weight, part, columns, pl.ds(start, width)]
                         plgpu.copy_gmem_to_smem(source, s_smem.at[slot, part, held], full.at[slot])
-                for box in range(boxes):
-                    rows_of_box = pl.ds(box_rows(first, rows, box, c.box), c.box)
-                    here = pl.ds(box * c.box, c.box)
-                    if packed and boxes > 1:
-                        for chunk in range(x_chunks):
-                            source = x.at[j * x_chunks + chunk, rows_of_box]
-                            plgpu.copy_gmem_to_smem(source, x_load.at[slot, chunk, here], full.at[slot])
-                        continue
-                    if packed:
-                        source = x.at[pl.ds(j * x_chunks, x_chunks), rows_of_box]
-                        plgpu.copy_gmem_to_smem(source, x_load.at[slot, :, here], full.at[slot])
-                        continue
-                    for chunk in range(x_chunks):
-                        source = x.at[rows_of_box, pl.ds(j * wide + chunk * _WIDTH, _WIDTH)]
-                        plgpu.copy_gmem_to_smem(source, x_load.at[slot, chunk, here], full.at[slot])
+                for box in range(boxes if boxes > 1 else 0):
+                    copy_tokens(j, slot, box_rows(first, rows, box, c.box), box * c.box, c.box)
+                for at, count in c.copied if boxes == 1 else ():
+                    some = functools.partial(copy_tokens, j, slot, first + at, at, count)
+                    copied_or_not(at == 0 or rows > at, some, full.at[slot], x_copies)
                 return step + 1
 
             return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, step)
@@ -421,17 +448,18 @@ def grouped_matmul_decode(
             a if a is None or a.ndim < 3 else jnp.pad(a, ((0, 0), (0, 0), (0, _ROWS - c.rows))) for a in (factors, bias)
         )
     unused = jnp.zeros((1,), jnp.float32)
-    boxes = c.block_t // c.box
-    x_copies = 1 if packed and boxes == 1 else boxes * x_chunks
+    x_copies = x_copies_of(c, packed) * (c.block_t // c.box) * len(c.copied)
     summed = not interpret and group_sizes.shape[0] <= MAX_GROUPS  # by the kernel itself
     sizes = group_sizes.astype(jnp.int32) if summed else make_bounds(group_sizes, c.block_t)
     offset = jnp.zeros((1,), jnp.int32) if group_offset is None else group_offset.astype(jnp.int32).reshape(1)
+    shifted = group_offset is not None
     if c.warp:
         if packed is None or scales is None or packed.element != "e2m1":
             raise ValueError("warp=True: it is for 4-bit weights; choose warp=False.")
         how = dict(config=c, packed=packed, gate=gate, num_groups=group_sizes.shape[0], zero_tail=zero_tail)
+        how |= dict(shifted=shifted, out_dtype=out_dtype, interpret=interpret)
         rest = (unused if a is None else a for a in (factors, bias))
-        return by_warps.run(sizes, offset, x, w, scales, *rest, out_dtype=out_dtype, interpret=interpret, **how)
+        return by_warps.run(sizes, offset, x, w, scales, *rest, **how)
     arrivals = x_copies + parts * (2 if packed and packed.scales else 1)
     kernel = plgpu.kernel(
         functools.partial(
@@ -440,6 +468,7 @@ def grouped_matmul_decode(
             packed=packed,
             gate=gate,
             num_groups=group_sizes.shape[0],
+            shifted=shifted,
             zero_tail=zero_tail,
             interpret=bool(interpret),
         ),

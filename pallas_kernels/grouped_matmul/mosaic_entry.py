@@ -145,7 +145,7 @@ def _exchanged(x, w, group_sizes, group_offset, out_dtype, *, gate=None, bias=No
     if not gate:
         data, scales, bias = (None if a is None else a[:, None] for a in (data, scales, bias))
     c = _config("decode_gated" if gate else "decode", DecodeConfig, name, m, groups, n, k)
-    c = c.fitted(data.shape[-1] * data.dtype.itemsize)
+    c = c.fitted(data.shape[-1] * data.dtype.itemsize).expecting(tuning.rows_per_group(m, groups))
     out = grouped_matmul_decode(
         _pad_rows(x, c.box),
         data,

@@ -40,12 +40,12 @@ def bounds_of(sizes, scratch, block: int) -> Bounds:
 def tiles_of_block(sizes, offset, scratch, *, shape, num_weights, num_groups, block_t, block_n, zero_tail):
     """each(work): step = work((weight, first row, rows, tile along N), step) for a block's tiles, from step 0.
 
-    shape: [M, N]. offset: int32 [1], the group that weight 0 belongs to. A tile is looked up when its turn comes: to do
-    so ahead would delay the first one, and shared memory is near.
+    shape: [M, N]. offset: int32 [1], the group that weight 0 belongs to; None for the first group. A tile is looked up
+    when its turn comes: to do so ahead would delay the first one, and shared memory is near.
     """
     bounds = bounds_of(sizes, scratch, block_t)
     groups = dict(num_groups=num_groups, num_rows=shape[0], block=block_t)
-    first_group = offset[0]
+    first_group = 0 if offset is None else offset[0]
     n_tiles = pl.cdiv(shape[1], block_n)
     count = num_tiles(bounds, **groups, zero_tail=zero_tail) * n_tiles
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
@@ -58,6 +58,19 @@ def tiles_of_block(sizes, offset, scratch, *, shape, num_weights, num_groups, bl
 
     mine = lax.div(count - block + blocks - 1, blocks)
     return lambda work: lax.fori_loop(0, mine, lambda i, step: work(read(i), step), jnp.int32(0))
+
+
+def copied_or_not(there, copies, barrier, count: int):
+    """`copies`, which arrive on the barrier `count` times, if `there`; else only the arrivals."""
+    if there is True:
+        copies()
+        return
+    pl.when(there)(copies)
+
+    @pl.when(jnp.logical_not(there))
+    def _():
+        for _ in range(count):
+            plgpu.barrier_arrive(barrier)
 
 
 def tile_factor(factors, packed: Packed | None, weight, part: int):

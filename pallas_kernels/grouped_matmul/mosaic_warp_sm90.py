@@ -27,7 +27,7 @@ from . import mosaic_warp
 from .bounds import num_words
 from .gate import Gate, gated_product
 from .mosaic_dequant import Packed
-from .mosaic_few_rows import ROWS, finished, store_rows, tile_factor, tiles_of_block
+from .mosaic_few_rows import ROWS, copied_or_not, finished, store_rows, tile_factor, tiles_of_block
 from .mosaic_sm90 import SWIZZLE, compiler_params, drain, num_sms, swizzled
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def _body(
     packed,
     gate,
     num_groups,
+    shifted,
     zero_tail,
     interpret,
 ):
@@ -84,7 +85,7 @@ def _body(
     wg = lax.axis_index("wg")
     each_tile = tiles_of_block(
         sizes,
-        offset,
+        offset if shifted else None,
         bounds_smem,
         shape=out.shape,
         num_weights=w.shape[0],
@@ -104,8 +105,13 @@ def _body(
 
     @pl.when(wg == c.consumers)
     def _produce():
+        def copy_tokens(j, slot, row, at, count):
+            for chunk in range(c.chunks):
+                source = x.at[pl.ds(row, count), pl.ds((j * c.chunks + chunk) * ELEMENTS, ELEMENTS)]
+                plgpu.copy_gmem_to_smem(source, x_smem.at[slot, chunk, pl.ds(at, count)], x_full.at[slot])
+
         def per_tile(tile, step):
-            weight, first, _, n_tile = tile
+            weight, first, rows, n_tile = tile
             columns = pl.ds(n_tile * c.block_n, c.block_n)
 
             def copy_scales(j, step):
@@ -127,9 +133,9 @@ def _body(
                     plgpu.barrier_wait(empty.at[slot])
 
                 # First, so that they are arranged when the weights arrive.
-                for chunk in range(c.chunks):
-                    source = x.at[pl.ds(first, c.block_t), pl.ds((j * c.chunks + chunk) * ELEMENTS, ELEMENTS)]
-                    plgpu.copy_gmem_to_smem(source, x_smem.at[slot, chunk], x_full.at[slot])
+                for at, count in c.copied:
+                    some = functools.partial(copy_tokens, j, slot, first + at, at, count)
+                    copied_or_not(at == 0 or rows > at, some, x_full.at[slot], c.chunks)
                 pl.when(lax.rem(j, together) == 0)(lambda: copy_scales(j, step))
                 for part in parts:
                     source = w.at[weight, part, columns, pl.ds(j * wide, wide)]
@@ -234,13 +240,14 @@ def run(
     gate: Gate | None,
     out_dtype,
     num_groups: int,
+    shifted: bool,
     zero_tail: bool,
     interpret,
 ) -> jax.Array:
     """What mosaic_decode_sm90.grouped_matmul_decode is called for, with its arguments checked and made whole by it.
 
-    sizes: int32 [groups] or, for more groups than a kernel adds up, their Bounds. factors, bias: [1] where there are
-    none.
+    sizes: int32 [groups] or, for more groups than a kernel adds up, their Bounds. shifted: whether `offset` counts.
+    factors, bias: [1] where there are none.
     """
     c, parts = config, w.shape[1]
     s_width = max(c.chunks, SCALE_CHUNKS) * packed.scales
@@ -256,6 +263,7 @@ def run(
             packed=packed,
             gate=gate,
             num_groups=num_groups,
+            shifted=shifted,
             zero_tail=zero_tail,
             interpret=bool(interpret),
         ),
@@ -272,7 +280,7 @@ def run(
             out_smem=plgpu.SMEM((c.consumers, c.block_t, ROWS) if interpret else (1, 8, 8), out_dtype),
             full=plgpu.Barrier(num_arrivals=parts, num_barriers=c.stages),
             empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
-            x_full=plgpu.Barrier(num_arrivals=c.chunks, num_barriers=c.stages),
+            x_full=plgpu.Barrier(num_arrivals=c.chunks * len(c.copied), num_barriers=c.stages),
             x_ready=plgpu.Barrier(num_arrivals=1, num_barriers=c.stages),
             s_full=plgpu.Barrier(num_arrivals=parts, num_barriers=SCALE_STAGES),
             s_empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=SCALE_STAGES),

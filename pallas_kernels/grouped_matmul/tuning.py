@@ -1,10 +1,10 @@
 """Which configuration a kernel runs with: a table that ships, rows of a user's own table before it.
 
 A rule holds for one kernel and weight format, up to a number of rows per occupied group and, where given, only for a
-certain N or K, up to some K, or up to a number of weight rows (N of every group that can have rows): few of them need
-finer tiles to reach all multiprocessors. Rules with "even_registers" are for a JAX under which warpgroups keep an even
-share of the registers (compat.REGISTERS_MOVE). The first rule that fits decides; nothing is measured here or at trace
-time.
+certain N or K, for multiples of some N, up to some K, or up to a number of weight rows (N of every group that can have
+rows): few of them need finer tiles to reach all multiprocessors. Rules with "even_registers" are for a JAX under which
+warpgroups keep an even share of the registers (compat.REGISTERS_MOVE). The first rule that fits decides; nothing is
+measured here or at trace time.
 `jmoe bench grouped-matmul --tune` writes a file of the same form.
 """
 
@@ -23,17 +23,17 @@ from .. import compat
 #: A user's own rules, read once when the first configuration is chosen.
 USER_FILE = Path("~/.config/jmoe/grouped_matmul_sm90.json").expanduser()
 _SHIPPED = Path(__file__).with_name("tuning_sm90.json")
-_FIELDS = {"kernel", "weights", "max_rows", "max_weight_rows", "n", "k", "max_k", "even_registers", "config"}
+_WHERE = {"weights", "max_rows", "max_weight_rows", "n", "multiple_n", "k", "max_k", "even_registers"}
 
 
 def read_rules(path: str | Path) -> tuple[Mapping[str, Any], ...]:
     """The rules of a tuning file. ValueError names the file and the rule that is malformed."""
     rules = json.loads(Path(path).read_text())["rules"]
     for i, rule in enumerate(rules):
-        if not {"kernel", "config"} <= set(rule) <= _FIELDS:
+        if not {"kernel", "config"} <= set(rule) <= {"kernel", "config"} | _WHERE:
             raise ValueError(
                 f"{path}: rule {i} has the keys {sorted(rule)}; a rule has 'kernel' and 'config', and may have "
-                f"{sorted(_FIELDS - {'kernel', 'config'})}."
+                f"{sorted(_WHERE)}."
             )
     return tuple(rules)
 
@@ -94,6 +94,7 @@ def lookup(
         if "max_weight_rows" in rule and (weight_rows is None or weight_rows > rule["max_weight_rows"]):
             continue
         fits = rows <= rule.get("max_rows", rows) and rule.get("n", n) == n
+        fits &= n % rule.get("multiple_n", 1) == 0
         if fits and rule.get("k", k) == k and k <= rule.get("max_k", k):
             return dict(rule["config"])
     return {}
