@@ -24,9 +24,11 @@ def test_every_format_is_measured_where_few_rows_make_it_count_and_each_program_
 
 def test_draws_differ_and_keep_their_sum():
     for shape in bench.SHAPES:
-        a, b = (shape.group_sizes(np.random.default_rng(i)) for i in (0, 1))
-        assert a.sum() == b.sum() == shape.rows and (a > 0).sum() <= (shape.active or shape.groups)
-        assert shape.even or not np.array_equal(a, b)
+        draws = shape.draws(16)
+        assert (draws.sum(1) == shape.rows).all() and ((draws > 0).sum(1) <= (shape.active or shape.groups)).all()
+        assert shape.even or not np.array_equal(draws[0], draws[1])
+        if shape.active == 8:  # of 128: each in its turn
+            assert ((draws > 0).sum(0) == 1).all()
 
 
 def test_a_chain_passes_through_the_draws_and_ends_with_the_last():
@@ -36,6 +38,14 @@ def test_a_chain_passes_through_the_draws_and_ends_with_the_last():
     np.testing.assert_array_equal(y, bench._product(x, w, draws[6 % 3]))
     y = jax.jit(bench._chain(bench._product, 2, 2))(draws, x, w)
     np.testing.assert_array_equal(y, bench._product(x, w, draws[4 % 3]))
+
+
+def test_a_series_is_a_call_for_each_draw():
+    x, w = bench.operands(jax.random.key(0), SMALL, "bf16")
+    draws = [jnp.asarray(s) for s in ([96, 0, 0, 0], [0, 96, 0, 0])]
+    results = jax.jit(bench._series(bench._product))(draws, x, w)
+    for y, sizes in zip(results, draws, strict=True):
+        np.testing.assert_array_equal(y, bench._product(x, w, sizes))
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])

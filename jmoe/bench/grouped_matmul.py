@@ -4,6 +4,10 @@ T rows, K contraction, N columns, E groups. With many rows per group the figure 
 bytes of the weights that were touched, as a share of the copy bandwidth measured in the same run. The whole operation
 is timed, what lays out its tiles included.
 
+Few rows take as long as a few small kernels, so their calls follow each other without one between (as torch's do): each
+has group sizes of its own, and where few groups are active, other groups than the 15 before. Many rows are timed in
+chains, in which each call needs the one before.
+
 Products of many rows heat a GPU to its power limit within milliseconds, and then it slows down (an H200 to 1.4 of
 1.98 GHz). So they are timed under load, after half as long of the same; "burst" is the same in 21 calls after a pause.
 A chain costs half a millisecond once, for its launch and the last wait, of which the events that time torch see less.
@@ -66,7 +70,8 @@ CANDIDATES = {
 }
 DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
 DECODE_ROWS = 64
-ROUNDS = {True: (25, 8), False: (5, 4)}  # of how many calls after the first, for few rows or many: 6 to 25 ms
+ROUNDS = 5, 4  # of how many calls after the first, in a chain of many rows: 6 to 25 ms
+SERIES, TIMES = 32, 8  # calls of few rows in a program, and how often a chain is that program: 2 to 100 ms
 PAUSE = 0.02  # seconds before each burst
 LOAD = 0.5  # seconds of chains, of which the second half counts
 SHOWN = 16  # rows of a group that the error is taken from
@@ -94,9 +99,14 @@ class Shape:
     def decode(self) -> bool:
         return self.rows <= DECODE_ROWS * (self.active or self.groups)
 
-    def group_sizes(self, rng: np.random.Generator) -> np.ndarray:
-        """int32 [E], with the same sum for every draw."""
-        active = rng.permutation(self.groups)[: self.active or self.groups]
+    def draws(self, count: int, seed: int = 0) -> np.ndarray:
+        """int32 [count, E], all with the same sum. Active groups are others each time, until all have had a turn."""
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(self.groups)
+        return np.stack([self._sizes(rng, np.roll(order, -i * (self.active or 1))) for i in range(count)])
+
+    def _sizes(self, rng: np.random.Generator, order: np.ndarray) -> np.ndarray:
+        active = order[: self.active or self.groups]
         sizes = np.zeros(self.groups, np.int32)
         if self.sizes == "zipf":
             p = 1.0 / np.arange(1, len(active) + 1)
@@ -204,6 +214,11 @@ def _chain(call: Callable[..., Any], rounds: int, each: int) -> Callable[..., An
     return run
 
 
+def _series(call: Callable[..., Any]) -> Callable[..., Any]:
+    """(sizes [draws] of [E], x, w) -> the results of a call for each of them, with no other kernel between."""
+    return lambda draws, x, w: [call(x, w, sizes) for sizes in draws]
+
+
 def _error(x, w, sizes, results):
     """Relative error of up to SHOWN rows of each of the first occupied groups against the dequantised operands' product
     in float32."""
@@ -226,23 +241,26 @@ def _error(x, w, sizes, results):
 
 
 class Program:
-    """A format at a shape, for any group sizes: what makes its operands, a chain of calls, and its error."""
+    """A format at a shape, for any group sizes: its operands, a chain of calls, and the error of the last one."""
 
     def __init__(self, shape: Shape, fmt: str, smoke: bool = False, like: Program | None = None):
         """like: a program of the same shape and format, whose operands and error this one takes."""
-        calls = {TRAINING: _train, STOCK: _stock}
-        rounds, each = (1, 1) if smoke or fmt == STOCK else ROUNDS[shape.decode]
-        self.calls = 1 + rounds * each
-        draws = jax.ShapeDtypeStruct((draws_of(shape, smoke), shape.groups), jnp.int32)
+        call = {TRAINING: _train, STOCK: _stock}.get(fmt, _product)
         make = jax.jit(lambda key: operands(key, shape, fmt))
         key = jax.eval_shape(lambda: jax.random.key(0))
         x, w = jax.eval_shape(make, key)
-        run = jax.jit(_chain(calls.get(fmt, _product), rounds, each))
-        results = jax.eval_shape(run, draws, x, w)
         sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
-        self._like, self._run = like, run.lower(draws, x, w)
+        self.series, self.times = shape.decode, 1
+        if self.series:
+            count, self.times = (1, 1) if smoke else (SERIES, TIMES)
+            run, draws, self.calls = _series(call), [sizes] * count, count * self.times
+        else:
+            rounds, each = (1, 1) if smoke or fmt == STOCK else ROUNDS
+            run, self.calls = _chain(call, rounds, each), 1 + rounds * each
+            draws = jax.ShapeDtypeStruct((1 if smoke else 2, shape.groups), jnp.int32)
+        self._like, self._run = like, jax.jit(run).lower(draws, x, w)
         if like is None:
-            self._rest = make.lower(key), jax.jit(_error).lower(x, w, sizes, results)
+            self._rest = make.lower(key), jax.jit(_error).lower(x, w, sizes, jax.eval_shape(call, x, w, sizes))
 
     def compile(self) -> None:
         """May run in a thread; nothing may be timed meanwhile. A program that is like another comes after it."""
@@ -252,10 +270,21 @@ class Program:
         else:
             self.make, self.error = self._like.make, self._like.error
 
+    def chain(self, shape: Shape, x, w, smoke: bool) -> tuple[Callable[[int], float], float, float]:
+        """What runs so many chains, in seconds; how many groups a call touches; and the error of the last."""
+        sizes = shape.draws(self.calls // self.times if self.series else 1 if smoke else 2)
+        draws = [jnp.asarray(s) for s in sizes] if self.series else jnp.asarray(sizes)
+        results = self.run(draws, x, w)
+        last = (self.calls - 1) % len(sizes)
+        error = float(self.error(x, w, jnp.asarray(sizes[last]), results[-1] if self.series else results))
+        del results
 
-def draws_of(shape: Shape, smoke: bool) -> int:
-    """How many draws of group sizes: where few groups are active, so many that their weights exceed the L2 cache."""
-    return 1 if smoke else 16 if shape.decode and shape.active else 2
+        def seconds(chains: int) -> float:
+            start = time.perf_counter()
+            jax.block_until_ready([self.run(draws, x, w) for _ in range(chains * self.times)])
+            return time.perf_counter() - start
+
+        return seconds, float(np.mean(np.sum(sizes > 0, axis=1))), error
 
 
 def _programs(wanted_cases: Sequence[tuple[Shape, str]], smoke: bool) -> dict[tuple, Program]:
@@ -396,26 +425,13 @@ def measure(
 
     copy: GB/s of the copy bandwidth.
     """
-    rng = np.random.default_rng(0)
-    sizes = np.stack([shape.group_sizes(rng) for _ in range(draws_of(shape, smoke))])
-    draws = jnp.asarray(sizes)
     x, w = program.make(key)
-    results: Any = program.run(draws, x, w)
-    last = jnp.asarray(sizes[(program.calls - 1) % len(sizes)])
-    error = float(program.error(x, w, last, results))
-    del results
-
-    def ours(chains: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready([program.run(draws, x, w) for _ in range(chains)])
-        return time.perf_counter() - start
-
+    ours, touched, error = program.chain(shape, x, w, smoke)
     sides: list[Side] = [ours]
     if torch and fmt in PEERS and shape.even:
         if torch.ask("load", shape.rows, shape.k, shape.n, shape.groups, fmt):
             sides.append(lambda chains: torch.ask(chains * program.calls) or math.nan)
     flops = 2.0 * shape.rows * shape.k * shape.n * (3 if fmt == TRAINING else 1)
-    touched = float(np.mean(np.sum(sizes > 0, axis=1)))
     amount, unit = (weight_bytes(w, touched) / 1e9, "GB/s") if shape.decode else (flops / 1e12, "TFLOP/s")
     if shape.decode:
         ceiling, ceiling_name = copy, "copy"
