@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -373,12 +374,16 @@ def _add_bench(commands) -> None:
 
 
 class _Watch:
-    """Progress of a benchmark or a self-test on a progress bar."""
+    """Progress of a benchmark or a self-test on a progress bar; a benchmark's in lines on stderr without a terminal."""
 
     def __init__(self, bar: Progress, first: str = "starting", keep: Callable[[list], None] | None = None):
         """keep: called with all figures so far, each time that there is another."""
         self.bar, self.first, self.task = bar, first, bar.add_task(first, total=None)
-        self.records, self.keep = [], keep
+        self.records, self.keep, self.begun = [], keep, time.perf_counter()
+
+    def _say(self, what: str) -> None:
+        if self.bar.disable and self.keep is not None:
+            print(f"[{time.perf_counter() - self.begun:6.1f} s] {what}", file=sys.stderr, flush=True)
 
     def start(self, total: int) -> None:
         self.bar.update(self.task, total=total)
@@ -387,9 +392,13 @@ class _Watch:
         task = self.bar.tasks[self.task]
         advance = 0 if task.description == self.first else 1
         self.bar.update(self.task, description=description, advance=advance)
+        self._say(description)
 
     def record(self, record) -> None:
+        from .bench.compare import duration, number
+
         self.records.append(record)
+        self._say(f"{record.name}, {record.case}: {number(record.value)} {record.unit}, {duration(record.seconds)}")
         if self.keep is not None:
             self.keep(self.records)
 

@@ -8,8 +8,8 @@ ceiling is what two matmuls over sorted rows could do at the rates that were mea
 (`layer_case.roofline_seconds`). `parameters` has what `jmoe explain` predicted, and for some the number of kernels of a
 call and the sum of their own times, those of the dependence between calls included.
 
-Layers are lowered in several processes, while PyTorch is timed in one more; then all are compiled in parallel, and
-timed when that is done, the most telling first, because a run may be cut short.
+Layers are lowered in several processes, while PyTorch is timed in one more. Then some are compiled, in parallel, and
+timed when that is done, and then others: the most telling first, because a run may be cut short.
 """
 
 from __future__ import annotations
@@ -71,31 +71,31 @@ def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] 
     progress, attempt = progress or NoProgress(), Attempts()
     shapes, stages = (SMOKE_SHAPES, SMOKE_STAGES) if smoke else (SHAPES, STAGES)
     mesh = Mesh(np.array(jax.devices()), (AXIS,)) if len(jax.devices()) > 1 else None
-    progress.start(3 + len(stages))
+    progress.start(2 + 2 * len(stages))
     eager = layer_peers.start_torch({} if smoke else _of_torch(only))
     plans = [Stage(shape, shapes[shape], tokens, smoke, only) for shape, tokens in stages]
     cases = [plan.cases(mesh, attempt) for plan in plans]
     every = [case for each in cases for case in each]
     why = "they are small" if smoke else lowering.obstacle()
     progress.step(f"lowering {len(every)} layers, {f'in this process: {why}' if why else 'and PyTorch'}")
-    exported = [None] * len(every) if why else _exported(every, attempt)
+    exported = {} if why else _exported(every, attempt)
     stock = [plan.stock(attempt) for plan in plans]
     times: dict[str, dict[int, float]] = attempt(PEERS[0], eager.result) or {}  # XLA tunes on the GPU: PyTorch first
-    progress.step("compiling")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = []
-        for case, data in zip(every, exported, strict=True):
-            if attempt(case.title, functools.partial(case.lower, data)):
-                jobs.append((case.title, pool.submit(case.compile)))
-        jobs += [(p.title, pool.submit(p.compile)) for each in stock for p in each]
-        for what, job in jobs:
-            attempt(what, job.result)
     progress.step("ceilings")
     limits = ceilings(smoke)
     records: list[Record] = []
     held: dict[Any, MoEParams] = {}
     for plan, layers, plain in zip(plans, cases, stock, strict=True):
-        progress.step(f"{plan.shape}, {', '.join(map(str, plan.tokens))} tokens: {len(layers)} layers")
+        what = f"{plan.shape}, {', '.join(map(str, plan.tokens))} tokens"
+        progress.step(f"{what}: compiling {len(layers)} layers")
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            jobs = [(p.title, pool.submit(p.compile)) for p in plain]
+            for case in layers:
+                if attempt(case.title, functools.partial(case.lower, exported.get(case.title))):
+                    jobs.append((case.title, pool.submit(case.compile)))
+            for title, job in jobs:
+                attempt(title, job.result)
+        progress.step(what)
         for one in plan.measure(layers, plain, times.get(plan.shape, {}), limits, held, attempt):
             records.append(one)
             progress.record(one)
@@ -116,12 +116,11 @@ def _of_torch(only: re.Pattern[str] | None) -> dict[str, tuple[MoEConfig, tuple[
     return {shape: (config, tokens) for shape, (config, tokens) in found.items() if tokens}
 
 
-def _exported(cases: Sequence[Case], attempt: Attempts) -> list[bytes | None]:
-    """Each case's program, lowered in another process; None where that failed."""
+def _exported(cases: Sequence[Case], attempt: Attempts) -> dict[str, bytes | None]:
+    """Each case's program by its title, lowered in another process; None where that failed."""
     with lowering.processes() as pool:
-        asked = [(c.shape, c.tokens, c.variant, c.ranks) for c in cases]
-        jobs = [pool.submit(_lowered, *key) for key in asked]
-        return [attempt(case.title, job.result) for case, job in zip(cases, jobs, strict=True)]
+        jobs = {case.title: pool.submit(_lowered, case.shape, case.tokens, case.variant, case.ranks) for case in cases}
+        return {title: attempt(title, job.result) for title, job in jobs.items()}
 
 
 def _lowered(shape: str, tokens: int, variant: Variant, ranks: int) -> bytes:

@@ -294,8 +294,11 @@ class Case:
         seconds(1)
         plain = dataclasses.replace(self.config, quant=QuantConfig())
         error = relative_error(np.asarray(ys[-1][:SAMPLE]), reference(plain, exact, sample))
-        added = [seconds(1 + MORE_CHAINS) - seconds(1) for _ in range(1 if smoke else REPEATS)]
-        median = max(statistics.median(added), 1e-9) / (MORE_CHAINS * self.calls)
+        if smoke:
+            median = seconds(1) / self.calls
+        else:
+            added = statistics.median(seconds(1 + MORE_CHAINS) - seconds(1) for _ in range(REPEATS))
+            median = max(added, 1e-9) / (MORE_CHAINS * self.calls)
         more = self._predicted(median)
         if self.ranks > 1:
             decision = self.layer.decision(self.tokens)

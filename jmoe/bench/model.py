@@ -11,8 +11,8 @@ logits of a token that was read with the cache with those of reading everything 
 On several devices the experts are spread over them: each attends for its share of the sequences, with attention weights
 of its own; a single sequence is attended to by all of them.
 
-First one device, then all that there are. All programs are lowered in several processes, compiled side by side, and
-timed when that is done, format by format, the most telling first.
+First one device, then all that there are. All programs are lowered in several processes; those of one device are
+compiled side by side, and timed when that is done, format by format, then those of all.
 """
 
 from __future__ import annotations
@@ -261,28 +261,30 @@ def run(
     progress, attempt = progress or NoProgress(), Attempts()
     spreads = [devices] if devices is not None else [jax.devices()[:1], jax.devices()][: jax.device_count()]
     scales = [(Scale.make(len(ds), smoke, only), ds, _mesh(ds)) for ds in spreads]
-    progress.start(3 + len(scales))
+    progress.start(2 + 2 * len(scales))
     why = "they are small" if smoke else lowering.obstacle()
     progress.step("lowering" + (f" in this process: {why}" if why else ""))
-    found = [(mesh, [scale.format(w, mesh) for w in WEIGHTS]) for scale, _, mesh in scales]
-    programs: list[tuple[str, Program, tuple[Scale, int, int]]] = []
-    for (scale, _, _), (_, formats) in zip(scales, found, strict=True):
+    found = [(mesh, on, [scale.format(w, mesh) for w in WEIGHTS]) for scale, on, mesh in scales]
+    programs: list[list[tuple[str, Program, tuple[Scale, int, int]]]] = []
+    for (scale, _, _), (_, _, formats) in zip(scales, found, strict=True):
+        programs.append([])
         for i, fmt in enumerate(formats):
-            programs += [(what, p, (scale, i, j)) for j, (what, p) in enumerate(fmt.programs if fmt else [])]
-    exported = [None] * len(programs) if why else _exported(programs, attempt)
-    progress.step(f"compiling {len(programs)} programs")
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = []
-        for (what, p, _), data in zip(programs, exported, strict=True):
-            if attempt(what, functools.partial(p.lower, data)):
-                jobs.append((what, pool.submit(p.compile)))
-        for what, job in jobs:
-            attempt(what, job.result)
+            programs[-1] += [(what, p, (scale, i, j)) for j, (what, p) in enumerate(fmt.programs if fmt else [])]
+    exported = {} if why else _exported([one for each in programs for one in each], attempt)
     progress.step("ceilings")
     limits = ceilings(smoke)
     records: list[Record] = []
-    for (_, on, _), (mesh, formats) in zip(scales, found, strict=True):
-        progress.step(f"{len(on)} x {on[0].device_kind}")
+    for (mesh, on, formats), each in zip(found, programs, strict=True):
+        where = f"{len(on)} x {on[0].device_kind}"
+        progress.step(f"{where}: compiling {len(each)} programs")
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            jobs = []
+            for what, p, key in each:
+                if attempt(what, functools.partial(p.lower, exported.get(key))):
+                    jobs.append((what, pool.submit(p.compile)))
+            for what, job in jobs:
+                attempt(what, job.result)
+        progress.step(where)
         for fmt in formats:
             for record in measure(example()[0], fmt, limits, attempt, mesh=mesh, smoke=smoke) if fmt else ():
                 records.append(record)
@@ -291,8 +293,10 @@ def run(
     return records
 
 
-def _exported(programs: Sequence[tuple[str, Program, tuple[Scale, int, int]]], attempt: Attempts) -> list[bytes | None]:
-    """Each program, lowered in another process; None where it has to be lowered in this one."""
+def _exported(
+    programs: Sequence[tuple[str, Program, tuple[Scale, int, int]]], attempt: Attempts
+) -> dict[tuple[Scale, int, int], bytes | None]:
+    """The programs that another process may lower, lowered there; None where that failed."""
     with lowering.processes() as pool:
-        jobs = [pool.submit(_lowered, *key) if p.elsewhere else None for _, p, key in programs]
-        return [job and attempt(what, job.result) for (what, _, _), job in zip(programs, jobs, strict=True)]
+        jobs = {key: (what, pool.submit(_lowered, *key)) for what, p, key in programs if p.elsewhere}
+        return {key: attempt(what, job.result) for key, (what, job) in jobs.items()}
