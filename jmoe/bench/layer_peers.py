@@ -107,10 +107,10 @@ def start_torch(
 
     def wait() -> dict[str, dict[int, float]]:
         try:
-            said, complaint = process.communicate(timeout=120)
+            said, complaint = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
-            raise RuntimeError("it took more than two minutes") from None
+            raise RuntimeError("it took more than a minute") from None
         if process.returncode:
             raise RuntimeError(complaint.strip().rpartition("\n")[2] or f"exit status {process.returncode}")
         times = json.loads(said.splitlines()[-1])
