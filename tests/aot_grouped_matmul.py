@@ -58,7 +58,7 @@ def kernels(formats):
                 configs, x = {"decode": config, "decode_gated": config}, argument_of(plain, 8 * groups, k)
                 yield case(f"{fmt}, {parts} of by warps, {block_t} tokens", product, x, w, configs)
     m, n = 65536, 4096
-    x, dy = argument_of(plain, m, k), argument_of(plain, m, n)
+    x = argument_of(plain, m, k)
     if "fp8_128x128" in formats:
         fp8 = argument_of(functools.partial(quantize, fmt="fp8_128"), m, k)
         pack = functools.partial(quantize_weights, fmt="fp8_128x128")
@@ -71,9 +71,13 @@ def kernels(formats):
         w = argument_of(plain, groups, n, k)
         yield case("prefill", forward, x, w)
         yield case("prefill, long rows", forward, argument_of(plain, m, 4096), argument_of(plain, groups, n, 4096))
-        yield case("dlhs", lambda dy, w, sizes: mosaic_entry.dlhs(dy, w, sizes, **how), dy, w)
+        gated = argument_of(plain, groups, 2, 768, k)
+        yield case("gated, many rows", product, argument_of(plain, 2 * m, k), gated)
+        for name, rows in (("dlhs", m), ("dlhs, many rows", 2 * m)):
+            dy = argument_of(plain, rows, n)
+            yield case(name, lambda dy, w, sizes: mosaic_entry.dlhs(dy, w, sizes, **how), dy, w)
         drhs = functools.partial(mosaic_entry.drhs, num_groups=groups, **how)
-        yield case("drhs", lambda dy, x, sizes: drhs(dy, x, sizes), dy, x)
+        yield case("drhs", lambda dy, x, sizes: drhs(dy, x, sizes), argument_of(plain, m, n), x)
 
 
 if __name__ == "__main__":

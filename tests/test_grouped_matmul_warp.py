@@ -137,7 +137,7 @@ def test_the_kernel_lowers_for_a_gpu_that_is_not_there(fmt, parts, block_t):
 @needs_kernels
 @pytest.mark.parametrize(
     ("formats", "cases"),
-    [("bfloat16", 18), ("mxfp8", 14), ("fp8_128x128", 15 + 2 * REGISTERS_MOVE), ("nvfp4 mxfp4", 36)],
+    [("bfloat16", 20), ("mxfp8", 14), ("fp8_128x128", 15 + 2 * REGISTERS_MOVE), ("nvfp4 mxfp4", 36)],
 )
 def test_every_shipped_rule_compiles_without_spilling_a_register(formats, cases):
     report = aot_report("aot_grouped_matmul.py", *formats.split())

@@ -60,12 +60,12 @@ class Config:
     """Tile shape and order of the prefill kernel.
 
     block_m, block_n, block_k: output tile of a block and the depth of one stage (elements). cluster: blocks that share
-    what they load through TMA multicast. share: what that is, always "rows", by blocks adjacent along N, or where a
-    group has rows for two blocks "weights" (of a cluster of two). band: columns of tiles walked together before moving
-    along N (0: all), which decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins
-    before the other, so that one stores while the other multiplies; less than stages. slab: with shared weights,
-    the most rows of a group beyond whole pairs of blocks that make one tile of both (see tiles.py), on the matrix
-    unit's N side; 0: block_m, as boxes.
+    what they load through TMA multicast; four took 1.7 times as long as two, an H200 has not the place for enough of
+    them. share: what that is, always "rows", by blocks adjacent along N, or where a group has rows for two blocks
+    "weights" (of a cluster of two). band: columns of tiles walked together before moving along N (0: all), which
+    decides what stays in the L2 cache. lead: steps by which one multiplying warpgroup begins before the other, so that
+    one stores while the other multiplies; less than stages. slab: with shared weights, the most rows of a group beyond
+    whole pairs of blocks that make one tile of both (see tiles.py), on the matrix unit's N side; 0: block_m, as boxes.
     """
 
     block_n: int = 256
