@@ -1,9 +1,9 @@
 """`jmoe bench quantize`: block quantisation and its inverse against the copy bandwidth of the same run, with peers.
 
-T rows, D columns of bfloat16. Bytes that count: the input once, data and scales once. One jitted call quantises many
-input sets that together exceed the L2 cache and returns every result, so that nothing is cached, merged or dropped;
-several such calls are in flight, so that Python does not count. Few rows are timed in a chain inside one jit, where
-each call waits for the one before (one small kernel more for each call). Tensor-wide scales are given, as in serving.
+T rows, D columns of bfloat16. Bytes that count: the input once, data and scales once. One jitted call goes round after
+round over many input sets that together exceed the L2 cache and keeps every result, so that nothing is cached, merged
+or dropped and Python does not count. Few rows are timed in a chain inside one jit, where each call waits for the one
+before (one small kernel more for each call). Tensor-wide scales are given, as in serving.
 
 Short kernels do not reach the bandwidth of a large copy, and no pass over as many bytes does: beside the share of the
 large copy each record has that of an elementwise pass over the same array, timed in the same way.
@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jmoe import formats
 from jmoe.formats import FORMATS, QTensor, dequantize, quantize
@@ -50,7 +51,7 @@ SHAPES = ((16384, 7168), (8192, 4096), (128, 7168))
 QUANTISED = ("mxfp8", "mxfp4", "fp8_128", "fp8_128_ue8m0", "nvfp4", "nvfp4_token", "nvfp4_4o6", "nvfp4_token_4o6")
 DEQUANTISED = ("mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token")
 FEW_ROWS, FEW_CALLS = 256, 1600
-SECONDS = 30e-3  # of calls that are timed together, so that the first one's launch and the wait for the last are 1 %
+SECONDS, RATE = 20e-3, 3e12  # about how long one jitted call takes where the input is read at RATE bytes/s
 OURS, PLAIN = "jmoe", "plain XLA"
 SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 
@@ -58,9 +59,11 @@ SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 class Program:
     """f, compiled for a list of input sets; f(one set) is what is timed. What goes wrong is raised by `seconds`."""
 
-    def __init__(self, f: Callable[[Any], Any], sets: list[Any], *, smoke: bool):
-        """sets: arrays, or their shapes where only those are known yet."""
+    def __init__(self, f: Callable[[Any], Any], sets: list[Any], *, smoke: bool, slow: bool = False):
+        """sets: arrays, or their shapes where only those are known yet. slow: about a quarter of RATE is expected."""
         self.f, self.smoke = f, smoke
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sets))
+        self.rounds = 1 if smoke else math.ceil(SECONDS * RATE / size / (4 if slow else 1))
         self.few = sets[0].shape[0] <= FEW_ROWS and not smoke
         self.calls = -(-FEW_CALLS // len(sets)) * len(sets)
         self.error: Exception | None = None
@@ -74,7 +77,7 @@ class Program:
         if self.few:
             chained = jit_donating(chain(once, calls=self.calls))
             return chained.lower(tuple(sets), tuple((None,) for _ in sets))
-        return jax.jit(lambda sets: [once(s) for s in sets]).lower(sets)
+        return jax.jit(functools.partial(in_rounds, once, self.rounds)).lower(sets)
 
     def compile(self) -> None:
         """Compiles, in a thread for instance."""
@@ -90,20 +93,28 @@ class Program:
             raise self.error
         if self.few:
             return time_chain(self.f, [(s,) for s in sets], calls=self.calls, wrap=lambda _: self.run).median, []
-
-        def timed(calls: int) -> tuple[float, list[Any]]:
+        out, times = jax.block_until_ready(self.run(sets)), []
+        for _ in range(1 if self.smoke else 5):
             start = time.perf_counter()
-            for _ in range(calls):
-                out = self.run(sets)
-            jax.block_until_ready(out)
-            return (time.perf_counter() - start) / (calls * len(sets)), out
+            out = jax.block_until_ready(self.run(sets))
+            times.append((time.perf_counter() - start) / (self.rounds * len(sets)))
+        return statistics.median(times), out
 
-        jax.block_until_ready(self.run(sets))
-        seconds, out = timed(1)
-        if not self.smoke:
-            calls = math.ceil(SECONDS / (seconds * len(sets)))
-            seconds = statistics.median(timed(calls)[0] for _ in range(5))
-        return seconds, out
+
+def in_rounds(once: Callable[[Any], Any], rounds: int, sets: list[Any]) -> list[Any]:
+    """once(set) of all sets, `rounds` times, of which the last counts.
+
+    The barrier makes the sets of a round depend on its number, so that XLA for GPUs leaves the round in the loop.
+    """
+
+    def again(i: jax.Array, _: list[Any]) -> list[Any]:
+        later, _ = lax.optimization_barrier((sets, i))
+        return [once(s) for s in later]
+
+    results = jax.tree.map(
+        lambda like: jnp.empty(like.shape, like.dtype), jax.eval_shape(lambda: again(jnp.int32(0), []))
+    )
+    return lax.fori_loop(0, rounds, again, results)
 
 
 def elementwise(words: jax.Array) -> jax.Array:
@@ -156,7 +167,9 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
     torch = TorchPeers([] if smoke or jax.default_backend() != "gpu" else [s for s in shapes if s[0] > FEW_ROWS])
     sets = {shape: inputs(*shape, smoke=smoke) for shape in shapes}
     words = {shape: [_as_words(x) for x in xs] for shape, xs in sets.items()}
-    programs = {key: Program(*about, smoke=smoke) for key, about in _plan(sets, words, smoke).items()}
+    programs = {
+        key: Program(*about, smoke=smoke, slow=key[3] == PLAIN) for key, about in _plan(sets, words, smoke).items()
+    }
     progress.start(len(programs))
     with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 4)) as pool:
         checks = [pool.submit(_check, key[1], key[2][1]) for key in programs if key[0] == "quantise" and key[3] == OURS]
@@ -185,7 +198,8 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
                     quantised[name, shape] = [with_scale(q, name) for q in out]
         alone = [key for key, program in about.items() if key[3] != PLAIN and not program.few]
         runs = [functools.partial(programs[key].run, operands[key]) for key in alone]
-        kernels |= zip(alone, (s / len(sets[shape]) for s in busy_seconds(runs) or []), strict=False)
+        for key, seconds in zip(alone, busy_seconds(runs) or [], strict=False):
+            kernels[key] = seconds / (programs[key].rounds * len(sets[shape]))
         passes[shape] = 4 * shape[0] * shape[1] / taken["elementwise", "", shape, "XLA"] / 1e9
         for key, program in about.items():
             if key[3] == PLAIN:
