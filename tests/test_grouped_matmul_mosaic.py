@@ -252,8 +252,9 @@ def test_tiles_of_every_shape_give_the_dense_products(rng, config, sizes):
 
 @needs_interpreter
 @pytest.mark.parametrize("op", ["forward", "dlhs", "gated"])
-def test_slabs_on_the_matrix_units_n_side_give_the_dense_products(rng, op):
-    config = dict(cluster=2, share="weights", slab=144, out_slots=1, lead=1, num_blocks=2, stages=2)
+@pytest.mark.parametrize("slab", [dict(slab=144, out_slots=1), {}], ids=["slab", "boxes"])
+def test_shared_weights_and_slabs_on_the_matrix_units_n_side_give_the_dense_products(rng, op, slab):
+    config = dict(cluster=2, share="weights", lead=1, num_blocks=2, stages=2) | slab
     sizes = [7, 132, 300, 81]  # fewer than a box, a slab, a pair and a box, a slab that ends within 8 rows
     m, n, gate = sum(sizes) + 9, 512, Gate("silu")
     x, w = operands(rng, m=m)[0], jnp.asarray(rng.standard_normal((4, n, K)) * 0.1, jnp.bfloat16)

@@ -120,8 +120,8 @@ def test_tiles_of_every_shape_give_the_products_at_edge_sizes(rng, monkeypatch, 
                 assert relative(product(x, w, jnp.asarray(sizes)), expected) < 4e-3, kind
 
 
-@pytest.mark.parametrize("config", [c for c in TILES if "slab" in c], ids=str)
-def test_slabs_of_transposed_and_gated_weights(rng, config):
+@pytest.mark.parametrize("config", [{}, {"lead": 2}, *(c for c in TILES if "share" in c)], ids=str)
+def test_tiles_of_transposed_and_gated_weights(rng, config):
     m, n = 2600, 512
     x, (w, plain) = normal(rng, m, K), weights(None, G, K, n)
     sizes = dict(edge_cases(m, rng))["around slabs"]
