@@ -64,8 +64,8 @@ class GatedFp8Config:
 
     What ends a tile is 660 instructions of a warp, 129 of them exponentials and reciprocals at 8 cycles each: counted,
     about 1400 cycles. Two steps of a warpgroup that has the matrix unit to itself take as long; hence the lead.
-    65536 rows on an H200, D=2048, F=768, 128 groups and D=7168, F=2048, 32 groups: 458 us and 3.39 ms; 466 us and 3.72 ms
-    without a lead; 582 us and 4.60 ms without clusters. With 232 instead of 224 registers it is not faster.
+    65536 rows on an H200, D=2048, F=768, 128 groups and D=7168, F=2048, 32 groups: 458 us and 3.39 ms; without a lead
+    466 us and 3.72 ms, without clusters 582 us and 4.60 ms. With 232 instead of 224 registers it is not faster.
     """
 
     stages: int = 4
