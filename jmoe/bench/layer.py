@@ -31,7 +31,7 @@ from jmoe.params import MoEParams
 
 from . import layer_peers, lowering
 from .common import Attempts, NoProgress, Progress, Record, wanted
-from .layer_case import AXIS, FP8, Case, Ceilings, Variant, case_name, ceilings, quantised, random_params, record
+from .layer_case import AXIS, FP8, Case, Ceilings, Matmuls, Variant, case_name, quantised, random_params, record
 from .plot import lines
 
 SHAPES = {
@@ -71,7 +71,7 @@ def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] 
     progress, attempt = progress or NoProgress(), Attempts()
     shapes, stages = (SMOKE_SHAPES, SMOKE_STAGES) if smoke else (SHAPES, STAGES)
     mesh = Mesh(np.array(jax.devices()), (AXIS,)) if len(jax.devices()) > 1 else None
-    progress.start(2 + 2 * len(stages))
+    progress.start(1 + 2 * len(stages))
     eager = layer_peers.start_torch({} if smoke else _of_torch(only))
     plans = [Stage(shape, shapes[shape], tokens, smoke, only) for shape, tokens in stages]
     cases = [plan.cases(mesh, attempt) for plan in plans]
@@ -81,20 +81,22 @@ def run(smoke: bool, progress: Progress | None = None, *, only: re.Pattern[str] 
     exported = {} if why else _exported(every, attempt)
     stock = [plan.stock(attempt) for plan in plans]
     times: dict[str, dict[int, float]] = attempt(PEERS[0], eager.result) or {}  # XLA tunes on the GPU: PyTorch first
-    progress.step("ceilings")
-    limits = ceilings(smoke)
+    matmuls = Matmuls(smoke)
+    limits: Ceilings | None = None
     records: list[Record] = []
     held: dict[Any, MoEParams] = {}
     for plan, layers, plain in zip(plans, cases, stock, strict=True):
         what = f"{plan.shape}, {', '.join(map(str, plan.tokens))} tokens"
         progress.step(f"{what}: compiling {len(layers)} layers")
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            jobs = [(p.title, pool.submit(p.compile)) for p in plain]
+            jobs = [(f"a matmul of {n}", pool.submit(matmuls.compile, n)) for n in matmuls.dtypes if limits is None]
+            jobs += [(p.title, pool.submit(p.compile)) for p in plain]
             for case in layers:
                 if attempt(case.title, functools.partial(case.lower, exported.get(case.title))):
                     jobs.append((case.title, pool.submit(case.compile)))
             for title, job in jobs:
                 attempt(title, job.result)
+        limits = limits or matmuls.measure()
         progress.step(what)
         for one in plan.measure(layers, plain, times.get(plan.shape, {}), limits, held, attempt):
             records.append(one)

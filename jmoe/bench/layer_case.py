@@ -30,9 +30,9 @@ from jmoe.policy import explain
 from jmoe.router import route, router_logits
 
 from . import lowering
-from .common import Record, chain, copy_bandwidth, jit_donating, relative_error, time_chain
+from .common import Record, chain, copy_bandwidth, jit_donating, relative_error
 from .profile import totals
-from .timing import CHAIN_SECONDS, MOST_CALLS, Chain
+from .timing import CHAIN_SECONDS, MOST_CALLS, Chain, run_chain
 
 AXIS = "ep"
 FP8 = QuantConfig(activations="fp8_128", weights="fp8_128x128", intermediate="fp8_128")
@@ -63,24 +63,41 @@ class Ceilings:
 NOMINAL = Ceilings(4e12, {"bfloat16": 800e12, "fp8": 1500e12})  # of an H200, for the length of a chain
 
 
-def ceilings(smoke: bool) -> Ceilings:
-    """Measured now, on the first device."""
-    size = 128 if smoke else 8192
+class Matmuls:
+    """Dense matmuls of BF16 and, on GPUs, of FP8, whose speed is a ceiling: lowered, to be compiled beside others.
 
-    def rate(dtype) -> float:
-        keys = jax.random.split(jax.random.key(0), 3)
-        a, b, c = (jax.random.normal(k, (size, size), jnp.bfloat16).astype(dtype) for k in keys)
+    Apart they take half a minute to compile, because XLA tries many ways.
+    """
+
+    CALLS = 20
+
+    def __init__(self, smoke: bool):
+        self.size, self.smoke = 128 if smoke else 8192, smoke
+        self.dtypes = {"bfloat16": jnp.bfloat16}
+        if jax.default_backend() == "gpu":
+            self.dtypes["fp8"] = jnp.float8_e4m3fn
 
         def step(a, b):  # both contract their last axis, as FP8 operands must
             return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
-        timing = time_chain(step, [(a, c), (b, c)], calls=2 if smoke else 20)
-        return 2 * size**3 / timing.median
+        run = jit_donating(chain(step, calls=2 if smoke else self.CALLS))
+        like = {name: jax.ShapeDtypeStruct((self.size, self.size), dtype) for name, dtype in self.dtypes.items()}
+        self.lowered = {name: run.lower((a, a), ((None, a), (None, a))) for name, a in like.items()}
+        self.compiled: dict[str, Any] = {}
 
-    flops = {"bfloat16": rate(jnp.bfloat16)}
-    if jax.default_backend() == "gpu":
-        flops["fp8"] = rate(jnp.float8_e4m3fn)
-    return Ceilings(copy_bandwidth() * 1e9, flops)
+    def compile(self, name: str) -> None:
+        """name: a key of `dtypes`."""
+        self.compiled[name] = self.lowered[name].compile()
+
+    def measure(self) -> Ceilings:
+        """On the first device, with the copy bandwidth."""
+        flops = {}
+        for name, dtype in self.dtypes.items():
+            keys = jax.random.split(jax.random.key(0), 3)
+            a, b, c = (_normal(k, (self.size, self.size)).astype(dtype) for k in keys)
+            seconds = statistics.median(run_chain(self.compiled[name], [(a, c), (b, c)], 1 if self.smoke else 5))
+            flops[name] = 2 * self.size**3 * (2 if self.smoke else self.CALLS) / seconds
+        return Ceilings(copy_bandwidth() * 1e9, flops)
 
 
 def random_params(key: jax.Array, config: MoEConfig) -> MoEParams:

@@ -33,7 +33,7 @@ from jmoe.config import QuantConfig
 
 from . import lowering
 from .common import Attempts, NoProgress, Progress, Record, wanted
-from .layer_case import FP8, Ceilings, ceilings, touched_experts
+from .layer_case import FP8, Ceilings, Matmuls, touched_experts
 from .model_case import PROMPTS_COMPARED, Compared, Decoding, Prefill, Program, example, like
 
 DECODING = ((1, 1024), (64, 1024), (8, 1024), (256, 512))  # (B, tokens that each sequence has already)
@@ -261,7 +261,7 @@ def run(
     progress, attempt = progress or NoProgress(), Attempts()
     spreads = [devices] if devices is not None else [jax.devices()[:1], jax.devices()][: jax.device_count()]
     scales = [(Scale.make(len(ds), smoke, only), ds, _mesh(ds)) for ds in spreads]
-    progress.start(2 + 2 * len(scales))
+    progress.start(1 + 2 * len(scales))
     why = "they are small" if smoke else lowering.obstacle()
     progress.step("lowering" + (f" in this process: {why}" if why else ""))
     found = [(mesh, on, [scale.format(w, mesh) for w in WEIGHTS]) for scale, on, mesh in scales]
@@ -271,19 +271,20 @@ def run(
         for i, fmt in enumerate(formats):
             programs[-1] += [(what, p, (scale, i, j)) for j, (what, p) in enumerate(fmt.programs if fmt else [])]
     exported = {} if why else _exported([one for each in programs for one in each], attempt)
-    progress.step("ceilings")
-    limits = ceilings(smoke)
+    matmuls = Matmuls(smoke)
+    limits: Ceilings | None = None
     records: list[Record] = []
     for (mesh, on, formats), each in zip(found, programs, strict=True):
         where = f"{len(on)} x {on[0].device_kind}"
         progress.step(f"{where}: compiling {len(each)} programs")
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            jobs = []
+            jobs = [(f"a matmul of {n}", pool.submit(matmuls.compile, n)) for n in matmuls.dtypes if limits is None]
             for what, p, key in each:
                 if attempt(what, functools.partial(p.lower, exported.get(key))):
                     jobs.append((what, pool.submit(p.compile)))
             for what, job in jobs:
                 attempt(what, job.result)
+        limits = limits or matmuls.measure()
         progress.step(where)
         for fmt in formats:
             for record in measure(example()[0], fmt, limits, attempt, mesh=mesh, smoke=smoke) if fmt else ():
