@@ -1,9 +1,10 @@
 """`jmoe bench quantize`: block quantisation and its inverse against the copy bandwidth of the same run, with peers.
 
-T rows, D columns of bfloat16. Bytes that count: the input once, data and scales once. One jitted call goes round after
-round over many input sets that together exceed the L2 cache and keeps every result, so that nothing is cached, merged
-or dropped and Python does not count. Few rows are timed in a chain inside one jit, where each call waits for the one
-before (one small kernel more for each call). Tensor-wide scales are given, as in serving.
+T rows, D columns of bfloat16. Bytes that count: the input once, data and scales once. One jitted call goes over many
+input sets that together exceed the L2 cache, in rounds where they take less than a millisecond, and keeps every result,
+so that nothing is cached, merged or dropped; several such calls are in flight, so that Python does not count. Programs
+are timed in turns. Few rows are timed in a chain inside one jit, where each call waits for the one before (one small
+kernel more for each call). Tensor-wide scales are given, as in serving.
 
 Short kernels do not reach the bandwidth of a large copy, and no pass over as many bytes does: beside the share of the
 large copy each record has that of an elementwise pass over the same array, timed in the same way.
@@ -51,7 +52,8 @@ SHAPES = ((16384, 7168), (8192, 4096), (128, 7168))
 QUANTISED = ("mxfp8", "mxfp4", "fp8_128", "fp8_128_ue8m0", "nvfp4", "nvfp4_token", "nvfp4_4o6", "nvfp4_token_4o6")
 DEQUANTISED = ("mxfp8", "mxfp4", "fp8_128", "nvfp4", "nvfp4_token")
 FEW_ROWS, FEW_CALLS = 256, 1600
-SECONDS, RATE = 20e-3, 3e12  # about how long one jitted call takes where the input is read at RATE bytes/s
+SECONDS, TURNS = 15e-3, 5  # of calls that are timed together, each time that it is a program's turn
+BYTES = 3.6e9  # of inputs in a call's rounds: making the results of a call takes Python up to half a millisecond
 OURS, PLAIN = "jmoe", "plain XLA"
 SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 
@@ -59,11 +61,11 @@ SMOKE_SHAPES, SMOKE_FORMATS = ((16, 256),), ("mxfp8", "fp8_128", "nvfp4_token")
 class Program:
     """f, compiled for a list of input sets; f(one set) is what is timed. What goes wrong is raised by `seconds`."""
 
-    def __init__(self, f: Callable[[Any], Any], sets: list[Any], *, smoke: bool, slow: bool = False):
-        """sets: arrays, or their shapes where only those are known yet. slow: about a quarter of RATE is expected."""
+    def __init__(self, f: Callable[[Any], Any], sets: list[Any], *, smoke: bool):
+        """sets: arrays, or their shapes where only those are known yet."""
         self.f, self.smoke = f, smoke
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sets))
-        self.rounds = 1 if smoke else math.ceil(SECONDS * RATE / size / (4 if slow else 1))
+        self.rounds = 1 if smoke else max(1, int(BYTES / size))
         self.few = sets[0].shape[0] <= FEW_ROWS and not smoke
         self.calls = -(-FEW_CALLS // len(sets)) * len(sets)
         self.error: Exception | None = None
@@ -87,18 +89,33 @@ class Program:
             except Exception as e:
                 self.error = e
 
-    def seconds(self, sets: list[Any]) -> tuple[float, list[Any]]:
-        """Median seconds of f(one set), and the results of all sets (none for few rows)."""
+    def start(self, sets: list[Any]) -> list[Any]:
+        """The results of all sets (none for few rows); makes ready for `sample`."""
         if self.error is not None:
             raise self.error
         if self.few:
-            return time_chain(self.f, [(s,) for s in sets], calls=self.calls, wrap=lambda _: self.run).median, []
-        out, times = jax.block_until_ready(self.run(sets)), []
-        for _ in range(1 if self.smoke else 5):
-            start = time.perf_counter()
-            out = jax.block_until_ready(self.run(sets))
-            times.append((time.perf_counter() - start) / (self.rounds * len(sets)))
-        return statistics.median(times), out
+            return []
+        jax.block_until_ready(self.run(sets))
+        start = time.perf_counter()
+        out = jax.block_until_ready(self.run(sets))
+        self.calls = 1 if self.smoke else math.ceil(SECONDS / (time.perf_counter() - start))
+        return out
+
+    def sample(self, sets: list[Any]) -> float:
+        """Seconds of f(one set)."""
+        if self.few:
+            return time_chain(self.f, [(s,) for s in sets], calls=self.calls, repeats=2, wrap=lambda _: self.run).median
+        start = time.perf_counter()
+        for _ in range(self.calls):
+            out = self.run(sets)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / (self.calls * self.rounds * len(sets))
+
+
+def in_turns(programs: list[Program], operands: list[list[Any]], turns: int) -> list[float]:
+    """Median seconds of each program, which has been started."""
+    times = [[p.sample(sets) for p, sets in zip(programs, operands, strict=True)] for _ in range(turns)]
+    return [statistics.median(one) for one in zip(*times, strict=True)]
 
 
 def in_rounds(once: Callable[[Any], Any], rounds: int, sets: list[Any]) -> list[Any]:
@@ -106,6 +123,8 @@ def in_rounds(once: Callable[[Any], Any], rounds: int, sets: list[Any]) -> list[
 
     The barrier makes the sets of a round depend on its number, so that XLA for GPUs leaves the round in the loop.
     """
+    if rounds == 1:
+        return [once(s) for s in sets]
 
     def again(i: jax.Array, _: list[Any]) -> list[Any]:
         later, _ = lax.optimization_barrier((sets, i))
@@ -167,9 +186,7 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
     torch = TorchPeers([] if smoke or jax.default_backend() != "gpu" else [s for s in shapes if s[0] > FEW_ROWS])
     sets = {shape: inputs(*shape, smoke=smoke) for shape in shapes}
     words = {shape: [_as_words(x) for x in xs] for shape, xs in sets.items()}
-    programs = {
-        key: Program(*about, smoke=smoke, slow=key[3] == PLAIN) for key, about in _plan(sets, words, smoke).items()
-    }
+    programs = {key: Program(*about, smoke=smoke) for key, about in _plan(sets, words, smoke).items()}
     progress.start(len(programs))
     with concurrent.futures.ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 4)) as pool:
         checks = [pool.submit(_check, key[1], key[2][1]) for key in programs if key[0] == "quantise" and key[3] == OURS]
@@ -193,10 +210,14 @@ def run(smoke: bool, progress: Progress | None = None) -> list[Record]:
                 operands[key] = quantised[name, shape]
             if how != PLAIN:
                 progress.step(f"{kind} {name} {shape[0]}x{shape[1]}")
-                taken[key], out = program.seconds(operands[key])
+                out = program.start(operands[key])
                 if kind == "quantise" and name in DEQUANTISED:
                     quantised[name, shape] = [with_scale(q, name) for q in out]
-        alone = [key for key, program in about.items() if key[3] != PLAIN and not program.few]
+        ours = [key for key in about if key[3] != PLAIN]
+        turns = 1 if smoke else TURNS
+        times = in_turns([programs[key] for key in ours], [operands[key] for key in ours], turns)
+        taken |= zip(ours, times, strict=True)
+        alone = [key for key in ours if not programs[key].few]
         runs = [functools.partial(programs[key].run, operands[key]) for key in alone]
         for key, seconds in zip(alone, busy_seconds(runs) or [], strict=False):
             kernels[key] = seconds / (programs[key].rounds * len(sets[shape]))
@@ -217,7 +238,8 @@ def _against_peers(key, program: Program, own, taken, torch: TorchPeers, ceiling
     copy, passes, kernels = ceilings
     peers, failed = {}, {}
     try:
-        peers[PLAIN], _ = program.seconds(own)
+        program.start(own)
+        (peers[PLAIN],) = in_turns([program], [own], 1 if smoke else TURNS)
     except Exception as e:  # of the peer: the others' figures are still worth having
         failed[PLAIN] = f"{type(e).__name__}: {str(e)[:200]}"
     if kind == "quantise" and not program.few:
