@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from jmoe.bench import layer, model
 from jmoe.bench.common import Record
 from jmoe.bench.compare import duration
+from jmoe.caps import DeviceCaps
+from jmoe.config import MoEConfig
+from jmoe.policy import explain
 
+H200 = DeviceCaps("gpu", (9, 0), 2, "nvlink", name="NVIDIA H200")
 ALONE = (*(v.name for v in layer.VARIANTS), *layer.PEERS)  # columns, in this order
 WIRES = tuple(w.name for w in layer.WIRES)
 
@@ -46,7 +50,8 @@ def _times(shape: str, ranks: int, figures: dict[tuple[str, int, int], Record]) 
             r = figures.get((name, tokens, ranks))
             cell = "" if r is None else _duration(r)
             if r is not None and base is not None and r is not base:
-                cell += f" ({_seconds(base) / _seconds(r):.2f} x)"
+                times = _seconds(base) / _seconds(r)
+                cell += f" ({times:.2f} x)" if times > 0.1 else f" ({times:.2g} x)"
             elif r is not None and ranks > 1 and alone is not None:
                 cell += f" ({_seconds(r) / _seconds(alone):.2f} of one GPU's time)"
             row.append(cell)
@@ -83,19 +88,29 @@ def _said(records: Sequence[Record]) -> str:
             each = ", ".join(f"{wire} {when}" for wire, when in zip(wires, whens, strict=True))
             out.append(f"Wires with which {shape} is faster than with BF16, by tokens on each GPU: {each}.")
     for ranks in sorted({r.parameters["R"] for r in records}):
-        seen = [r.parameters for r in records if r.parameters["R"] == ranks and "busy_us" in r.parameters]
-        if seen:
-            spans = sorted(p["span_us"] / p["busy_us"] for p in seen)
+        spans: dict[str, list[float]] = {}
+        for p in (r.parameters for r in records):
+            if p["R"] == ranks and "busy_us" in p:
+                spans.setdefault("one token" if p["T"] == 1 else "several", []).append(p["span_us"] / p["busy_us"])
+        if spans:
             on = "one GPU" if ranks == 1 else f"{ranks} GPUs"
-            out.append(
-                f"On {on} a call spans {spans[0]:.2f} to {spans[-1]:.2f} times the sum of its kernels' own times."
-            )
-    right = sorted(
-        r.parameters["predicted_over_measured"] for r in records if "predicted_over_measured" in r.parameters
-    )
+            each = ", ".join(f"of {what} {min(xs):.2f} to {max(xs):.2f}" for what, xs in spans.items())
+            out.append(f"What a call spans on {on}, over the sum of its kernels' own times: {each}.")
+    right = [x for r in records if (x := predicted(r)) is not None]
     if right:
-        out.append(f"`jmoe explain` predicted {right[0]:.2f} to {right[-1]:.2f} of these times.")
+        out.append(f"`jmoe explain`, fitted to such times, predicts {min(right):.2f} to {max(right):.2f} of these.")
     return "\n".join(out)
+
+
+def predicted(r: Record) -> float | None:
+    """What `jmoe explain` says of a layer's time, over that time; None for other records."""
+    quants = {v.name: v.quant for v in layer.VARIANTS + layer.WIRES}
+    if r.name not in quants or not r.seconds:
+        return None
+    p = r.parameters
+    config = MoEConfig(p["D"], p["F"], p["E"], p["K"], quant=quants[r.name])
+    found = explain(config, num_ranks=p["R"], tokens=p["T"], caps=H200).chosen.layer
+    return None if found is None else found.total / r.seconds
 
 
 def layer_details(records: Sequence[Record]) -> str:
@@ -108,7 +123,8 @@ def layer_details(records: Sequence[Record]) -> str:
             continue
         busy, span = (p[k] * 1e-6 for k in ("busy_us", "span_us"))
         times = [duration(s) for s in (r.seconds, busy, span)]
-        right = f"{p['predicted_over_measured']:.2f}" if "predicted_over_measured" in p else ""
+        x = predicted(r)
+        right = "" if x is None else f"{x:.2f}"
         rows.append([r.name, r.case, times[0], f"{p['kernels']:.0f}", times[1], times[2], f"{span / busy:.2f}", right])
     return table(head, rows) if rows else ""
 

@@ -21,14 +21,15 @@ MEASURED_ON = "H200"
 class Rates:
     """Rates of one kind of GPU.
 
-    fixed: seconds of a call that does nothing, all its small kernels together. rows: bytes per second, read and
+    fixed: seconds of a call that does nothing, all its small kernels together, by the format of the weights: for some
+    the activation is a kernel of its own, or scales have to be brought into order. rows: bytes per second, read and
     written, of moving rows (from and to memory; what is read several times comes from the L2 cache). flops: operations
     per second of a grouped matmul with many rows, and stream: bytes per second of weights with few rows, both by the
     format of the weights ("float" for BF16, "fp8" for 1x128 by 128x128 blocks on both sides). waste: rows of each
     expert that are computed for nothing, because tiles have a fixed height.
     """
 
-    fixed: float
+    fixed: Mapping[str, float]
     rows: float
     flops: Mapping[str, float]
     stream: Mapping[str, float]
@@ -49,13 +50,13 @@ class LayerTime:
         return self.router + self.permute + self.matmuls + self.exchange
 
 
-# Fitted to tests/data/layer_times.json. The rates of MXFP8, MXFP4 and of many rows with quantised weights, and NVFP4's
-# stream, are those of grouped matmuls alone.
+# Fitted to docs/figures/layer.json and, on two GPUs, tests/data/layer_times.json. The rate of many rows with quantised
+# weights is that of grouped matmuls alone.
 H200 = Rates(
-    fixed=25e-6,
+    fixed={"float": 20e-6, "fp8": 28e-6, "mxfp8": 28e-6, "nvfp4": 20e-6, "mxfp4": 28e-6},
     rows=3.9e12,
-    flops={"float": 590e12, "fp8": 830e12, "quantised": 330e12},
-    stream={"float": 4.1e12, "fp8": 3.0e12, "mxfp8": 2.8e12, "nvfp4": 3.4e12, "mxfp4": 3.2e12},
+    flops={"float": 600e12, "fp8": 900e12, "quantised": 330e12},
+    stream={"float": 4.4e12, "fp8": 3.9e12, "mxfp8": 3.8e12, "nvfp4": 3.1e12, "mxfp4": 3.0e12},
     waste=20.0,
 )
 
@@ -97,7 +98,7 @@ def layer_seconds(config: MoEConfig, *, tokens: int, num_ranks: int, caps: Devic
         matmuls += (compute**4 + memory**4) ** 0.25  # whoever takes longer, with a little of the other
     element = 1 if config.quant.activations is not None else 2
     gather = places * d * element + tokens * d * 2
-    activation = 0 if flops == "float" else places * f * 3 * 2  # the matmul of gate and up does it
+    activation = places * f * 3 * 2 if flops == "quantised" else 0  # elsewhere the matmul of gate and up does it
     combine = places * d * 2 + tokens * d * 2
     router = tokens * (2 * d + 8 * e) / rates.rows
-    return LayerTime(rates.fixed + router, (gather + activation + combine) / rates.rows, matmuls)
+    return LayerTime(rates.fixed[stream] + router, (gather + activation + combine) / rates.rows, matmuls)
