@@ -36,6 +36,10 @@ class Machine(Numpy):
     def barrier(self):
         pass
 
+    def barrier_of(self, index, threads):
+        whole = np.bincount(np.asarray(index)[self.active])
+        assert set(whole) <= {0, *(threads * n for n in range(1, self.blocks + 1))} and len(whole) <= 16
+
     def when(self, condition, fn):
         before = self.active
         self.active = before & np.asarray(condition)
@@ -103,7 +107,7 @@ def launch(program, task, operands, outputs, blocks, *, scratch=False):
     memory.update({name: np.full(size, POISON, np.uint8) for name, size in sizes.items()})
     refs = dict(memory)
     if scratch:
-        refs["scratch"] = np.zeros(blocks * task.tuning.threads // 32 * 4, np.uint8)
+        refs["scratch"] = np.zeros(blocks * task.tuning.threads // 32 * 8, np.uint8)
     with np.errstate(all="ignore"):
         program(machine, task, refs)
     return {name: memory[name].view(out.dtype).reshape(out.shape) for name, out in outputs.items()}

@@ -137,6 +137,29 @@ def test_any_number_of_threads_to_a_row_gives_the_same_bytes(fmt, threads, monke
         same(quantize(x, fmt), want_(x, fmt))
 
 
+@pytest.mark.parametrize("threads", [32, 64, 96])
+def test_rows_that_groups_of_threads_walk_over_give_the_same_bytes(threads, monkeypatch):
+    """Rounds for some of the groups only, a last one for one of the two rows of a round, fewer rows than groups."""
+    tuning = Tuning(threads=4 * threads, row_threads=threads, grid=2)
+    monkeypatch.setattr(mosaic_sm90, "tuned", lambda task: dataclasses.replace(task, tuning=tuning))
+    for shape in ((37, 1040), (16, 2 * 16 * threads), (27, 64), (3, 512)):
+        x = rows(*shape)
+        same(quantize(x, "nvfp4_token"), want_(x, "nvfp4_token"))
+
+
+def test_many_short_rows_are_walked_over_where_nothing_else_is_asked():
+    task = mosaic_sm90.Task(FORMATS["nvfp4_token"], 8192, 8192, 4096, 4096, "bfloat16", 4096)
+    tuning = mosaic_sm90.tuned(task).tuning
+    assert (tuning.threads, tuning.row_threads) == (1024, 128) and tuning.grid
+    for other in (dict(counted=True), dict(gather=True), dict(rows=2000), dict(dtype="float32"), dict(swizzled=True)):
+        assert not mosaic_sm90.tuned(dataclasses.replace(task, **other)).tuning.grid
+    for columns in range(16, 4097, 16):
+        tuning = mosaic_sm90.tuned(dataclasses.replace(task, rows=10**6, k=columns, columns=columns)).tuning
+        assert tuning.threads % 128 == 0 and tuning.threads // tuning.row_threads <= (
+            16 if tuning.row_threads > 32 else 32
+        )
+
+
 def test_much_data_takes_the_walking_grid_where_it_can():
     task = mosaic_sm90.Task(FORMATS["nvfp4_4o6"], 16384, 16384, 7168, 7168, "bfloat16", 7168, scale_rows=16384)
     assert mosaic_sm90.tuned(task).tuning.grid

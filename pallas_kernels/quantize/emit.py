@@ -295,6 +295,10 @@ class Ops:
     def barrier(self):
         _asm([], [], "bar.sync 0;", "", effects=True)
 
+    def barrier_of(self, index: U, threads: int):
+        """Waits for the `threads` threads (whole warps, 16 groups at most) that give the same index."""
+        _asm([], [index], f"bar.sync $0, {threads};", "r", effects=True)
+
     def hidden_zero(self) -> U:
         """0, which the compiler neither knows nor takes for the same in all threads: keeps a constant in a register."""
         t = self.thread()

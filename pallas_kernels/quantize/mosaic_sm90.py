@@ -6,22 +6,25 @@ The data streams through registers: no shared memory, no TMA. Units of neighbour
 so a warp reads and writes whole runs of memory; several units per thread keep enough bytes in flight. Formats whose
 scales follow from one block use a flat grid over all units (`_blocks`; `_stream` for much data in 4-over-6); per-token
 NVFP4 gives a row to a warp or to a block of threads, keeps the row's packed values in registers, takes the maximum over
-the row and quantises from the registers (`_rows`), so that the input is read once; 4-over-6 has too much code for that
-and reads its row again, from the cache.
+the row and quantises from the registers (`_rows`; `_walk_rows` for many short rows), so that the input is read once;
+4-over-6 has too much code for that and reads its row again, from the cache.
 
 Why Mosaic and not Triton: Pallas' Triton backend is deprecated from JAX 0.11 on; a plain kernel in it reached 3500 GB/s
-for MXFP8, this one 3900. On an H200 that copies 3990 GB/s, as a share of that (docs/figures/quantize.json):
-
-16384 x 7168 bfloat16: MXFP8 and FP8 128 0.98-0.99, MXFP4 0.97, NVFP4 0.93-0.95, NVFP4 per token 0.94-0.96, 4-over-6
-0.80 and per token 0.72, dequantising 0.92-0.94. 8192 x 4096, where 2 to 9 us between two kernels count: 0.81-0.90,
-MXFP4 0.68-0.86, NVFP4 0.76-0.83, 4-over-6 0.57 and per token 0.59, dequantising 0.80-0.85; the kernels alone move 3750
-to 4030 GB/s there, NVFP4 per token 3170, 4-over-6 3130 and per token 2770. 128 rows: one kernel, 3.4 to 5.9 us in a
-chain.
+for MXFP8, this one 3900. What `jmoe bench quantize` measured on an H200 is in docs/figures.md. Kernels alone, as a
+share of 3970 GB/s, which the pass of a chain over 256 MiB moved in the same run (and 4200 without what is between its
+kernels): 16384 x 7168 bfloat16 MXFP8, MXFP4, FP8 128 and NVFP4 1.07, NVFP4 per token 0.99, 4-over-6 0.92 and per token
+0.81; 8192 x 4096 MXFP8 and FP8 128 1.01, MXFP4 0.96, NVFP4 0.98, per token 0.88 to 0.91, 4-over-6 0.83 and per token
+0.70. 128 rows: one kernel, 3.4 to 5.9 us in a chain.
 
 At copy speed the schedulers have about 19 issue slots for a value. Hopper has no E2M1 conversion: NVFP4 takes 11
-instructions for a value and 4-over-6 17: a block of 16 takes 270, or 268 with a scale per token and 23 for its share of
-the row's maximum. That is what limits 4-over-6: with 339 and 324 and 26, which took 84 % of the issue slots of busy
-multiprocessors (Nsight Compute), its kernels took 98 and 105 us, now 83 and 94.
+instructions for a value and 4-over-6 17: a block of 16 takes 270, or 300 with a scale per token, its share of the row's
+maximum and scale included. That is what limits 4-over-6: with 339 and 350, which took 84 % of the issue slots of busy
+multiprocessors (Nsight Compute), its kernels took 98 and 105 us, now 82 and 93.
+
+What did not help per-token 4-over-6 (93 us): groups that walk over rows and read them again, 16 of 64 threads to a
+multiprocessor (103 us: with 30 MB of rows in flight they are no longer in the cache), 10 (97 us, 93 with two units to a
+round of the loop); the next row fetched into L2 meanwhile (123 us); rows in shared memory (108 to 115 us), copied there
+asynchronously while the row before is quantised (92 to 96 us; with copies that bypass the first-level cache 140 us).
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ MAX_UNITS = 8  # units of a row that one thread of `_rows` keeps in registers
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """values: V. units: units per thread of `_blocks`. threads: threads per block. grid: blocks of `_stream`, 0 where
-    `_blocks` does it. row_threads: threads that share a row of `_rows`."""
+    """values: V. units: units per thread of `_blocks`. threads: threads per block. grid: blocks of `_stream` and
+    `_walk_rows`, 0 where `_blocks` and `_rows` do it. row_threads: threads that share a row of `_rows`."""
 
     values: int = 16
     units: int = 4
@@ -312,6 +315,32 @@ def _block_max(o: Ops, top: U, scratch, warps: int) -> U:
     return o.warp_max(slots.at(None, 0, mine * 4).load(1)[0])
 
 
+def _group_max(o: Ops, top: U, scratch, threads: int, turn: int) -> U:
+    """Maximum over `threads` neighbouring threads, which come here by themselves, with turn 0 and 1 in turns."""
+    top, warps = o.warp_max(top), threads // 32
+    if warps == 1:
+        return top
+    thread, group = o.thread(), o.thread() // threads
+    slots = Pointer(scratch, shared=True).at(None, 0, group * (8 * warps)).at(None, 0, 4 * warps * turn)
+    slots.at(None, 0, ((thread >> 5) % warps) * 4).store([top], (thread & 31).same(U(0)))
+    o.barrier_of(group, threads)
+    return o.warp_max(slots.at(None, 0, (thread % warps) * 4).load(1)[0])
+
+
+def _row_scale(o: Ops, io: _Io, row: U, first: U, top: U) -> lane.NvScale:
+    """Writes the scale that follows from a row's maximum (float32 bits); first: the thread's number in the row."""
+    task = io.task
+    s, g, stored, large = lane.row_scale(o, top, task.fmt.e4m3_max)
+    ok = _all(io.valid(row), first.same(U(0)), row < U(task.rows))
+    if task.packed:
+        assert task.packed.row_scale_offset is not None
+        at = io.refs["data"].at(row, task.packed.row_bytes, task.packed.row_scale_offset)
+    else:
+        at = io.refs["row_scale"].at(row, 4)
+    at.store([o.bits(stored)], ok)
+    return lane.NvScale(o, s, g, large, four_over_six=task.fmt.four_over_six is not None)
+
+
 def _rows(o: Ops, task: Task, refs: dict):
     """Per-token scales: `row_threads` threads load a row, find its maximum and quantise it."""
     scratch = refs.pop("scratch")
@@ -337,15 +366,7 @@ def _rows(o: Ops, task: Task, refs: dict):
     top = o.warp_max(top)
     if group > 32:
         top = _block_max(o, top, scratch, group // 32)
-    s, g, stored, large = lane.row_scale(o, top, task.fmt.e4m3_max)
-    nv = lane.NvScale(o, s, g, large, four_over_six=task.fmt.four_over_six is not None)
-    ok = _all(io.valid(row), first.same(U(0)), row < U(task.rows))
-    if task.packed:
-        assert task.packed.row_scale_offset is not None
-        at = io.refs["data"].at(row, task.packed.row_bytes, task.packed.row_scale_offset)
-    else:
-        at = io.refs["row_scale"].at(row, 4)
-    at.store([o.bits(stored)], ok)
+    nv = _row_scale(o, io, row, first, top)
     if task.fmt.four_over_six:
         # Much code and many registers for a unit: a loop that reads the row again, from the first-level cache.
         def one(i: U, carried: list[U]) -> list[U]:
@@ -363,6 +384,46 @@ def _rows(o: Ops, task: Task, refs: dict):
             o.when(some, functools.partial(_quantize_unit, o, io, row, unit, words, nv))
     if task.packed:
         io.store_tail(row, first, group)
+
+
+def _walk_rows(o: Ops, task: Task, refs: dict):
+    """Per-token scales: a grid that runs at once, whose groups of `row_threads` threads go from row to row.
+
+    While a group quantises a row it loads its next one. Two rows in a round of the loop, as in `_stream`.
+    """
+    scratch = refs.pop("scratch")
+    io, tune = _Io(o, task, refs, full=True), task.tuning
+    group = tune.row_threads
+    first, step, total = o.thread() % group, tune.threads // group * tune.grid, task.rows
+    units = [first + group * j for j in range(pl.cdiv(task.units, group))]
+    here = [unit < U(task.units) if group * (j + 1) > task.units else None for j, unit in enumerate(units)]
+
+    def load(row: U) -> list[U]:
+        row = o.umin(row, U(total - 1))
+        return [w for unit, inside in zip(units, here, strict=True) for w in io.load(row, unit, inside)[0]]
+
+    def quantize_row(row: U, words: list[U], turn: int):
+        size = len(words) // len(units)
+        blocks = [words[size * j : size * (j + 1)] for j in range(len(units))]
+        top = _group_max(o, lane.finite_amax_bits(o, blocks, task.kind), scratch, group, turn)
+        nv = _row_scale(o, io, row, first, top)
+        for j, (unit, inside, block) in enumerate(zip(units, here, blocks, strict=True)):
+            some = _all(inside, o.opaque(U(1)).same(U(1)) if j else None)  # as in `_rows`
+            one = functools.partial(_quantize_unit, o, io, row, unit, [block], nv)
+            one() if some is None else o.when(some, one)
+
+    def two(_, carried: list[U]) -> list[U]:
+        row, *words = carried
+        second = row + step
+        after = load(second)
+        o.when(row < U(total), lambda: quantize_row(row, words, 0))
+        ahead = second + step
+        words_ahead = load(ahead)
+        o.when(second < U(total), lambda: quantize_row(second, after, 1))
+        return [ahead, *words_ahead]
+
+    row = o.thread() // group * tune.grid + o.block()  # so that a last round is spread over the multiprocessors
+    o.loop(pl.cdiv(total, 2 * step), [row, *load(row)], two)
 
 
 def _maxima(o: Ops, task: Task, refs: dict):
@@ -445,7 +506,7 @@ def _launch(program, task: Task, operands: dict, outputs: dict, blocks: int, *, 
         out_type=tuple(outputs.values()),
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=(plgpu.SMEM((task.tuning.threads // 32,), jnp.int32),) if scratch else (),
+        scratch_types=(plgpu.SMEM((task.tuning.threads // 16,), jnp.int32),) if scratch else (),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         num_threads=threads if threads > 1 else None,
         thread_name="group" if threads > 1 else None,
@@ -487,6 +548,14 @@ def _row_tuning(task: Task) -> Tuning:
         wide_enough = [n for n in (64, 32, 128, 256, 512) if task.units <= MAX_UNITS * n]
         threads = min(wide_enough, key=lambda n: pl.cdiv(task.units, n) * n)
         return Tuning(threads=max(threads, 128), row_threads=threads)
+    plain = not (task.swizzled or task.gather or task.activation or task.packed or task.counted)
+    if plain and task.columns == task.k and task.itemsize == 2 and task.units <= 256:
+        # Kernels of 8192 x 4096 0.88-0.91 of copy, of `_rows` 0.80; of 16384 x 2048 0.88 and 0.83. Longer rows are not
+        # better this way: 16384 x 7168 1.00 and 0.99, 4096 x 7168 0.87 and 0.89.
+        group = 32 * pl.cdiv(task.units, 64)
+        groups = 1024 // group // 4 * 4 if group % 128 else 1024 // group
+        if task.rows >= 2 * groups * _multiprocessors():
+            return Tuning(threads=groups * group, row_threads=group, grid=_multiprocessors())
     if task.units <= 64:
         return Tuning(row_threads=32)
     # 8192 x 4096: 0.77-0.81 of copy with a unit for each thread, 0.74 with two
@@ -535,6 +604,8 @@ def run_quantize(task: Task, operands: dict) -> dict:
         if task.tuning.grid:
             return _launch(_stream, flat, operands, outputs, task.tuning.grid)
         return _launch(_blocks, flat, operands, outputs, _flat_blocks(flat))
+    if task.tuning.grid:
+        return _launch(_walk_rows, task, operands, outputs, task.tuning.grid, scratch=True)
     blocks = pl.cdiv(task.all_rows, task.tuning.threads // task.tuning.row_threads)
     return _launch(_rows, task, operands, outputs, blocks, scratch=True)
 

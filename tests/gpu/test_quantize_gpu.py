@@ -134,6 +134,13 @@ def test_row_lengths_and_row_counts(fmt):
     assert q_(hard(0, 128), fmt, KERNEL).data.shape[0] == 0
 
 
+@pytest.mark.parametrize("rows, k", [(2200, 4096), (4300, 2048), (6400, 1296), (9000, 480), (9000, 64)])
+def test_so_many_rows_that_groups_of_threads_walk_over_them(rows, k):
+    for dtype in (jnp.bfloat16, jnp.float16):
+        x = hard(rows, k, dtype, seed=k)
+        same(q_(x, "nvfp4_token", KERNEL), q_(x, "nvfp4_token", REFERENCE))
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4_4o6"])
 def test_given_tensor_scales_one_and_a_stack(fmt):
     x = hard(48, 256).reshape(3, 16, 256)
