@@ -62,8 +62,9 @@ def kernels():
             yield f"{fmt} {dtype.__name__}", lambda x, fmt=fmt: q.quantize(x, fmt, **how), [(x[0], dtype)]
         scaled = [(x[0], dtype), ((), jnp.float32)]
         yield f"nvfp4_4o6 {dtype.__name__}", lambda x, g: q.quantize(x, "nvfp4_4o6", global_scale=g, **how), scaled
-    short = [((8192, 4096), jnp.bfloat16)]  # rows that groups of threads walk over
-    yield "nvfp4_token short", lambda x: q.quantize(x, "nvfp4_token", **how), short
+    for columns in (1024, 2048, 3072, 4096):  # rows that groups of threads walk over
+        short = [((16384, columns), jnp.bfloat16)]
+        yield f"nvfp4_token {columns}", lambda x: q.quantize(x, "nvfp4_token", **how), short
     yield "nvfp4 dynamic", lambda x: q.quantize(x, "nvfp4", **how), [x]
     swizzled = dict(layout="swizzled", alignment=256, **how)
     yield "mxfp8 swizzled", lambda x, n: q.quantize(x, "mxfp8", num_valid_rows=n, **swizzled), [x, ((), jnp.int32)]

@@ -142,8 +142,8 @@ def test_rows_that_groups_of_threads_walk_over_give_the_same_bytes(threads, monk
     """Rounds for some of the groups only, a last one for one of the two rows of a round, fewer rows than groups."""
     tuning = Tuning(threads=4 * threads, row_threads=threads, grid=2)
     monkeypatch.setattr(mosaic_sm90, "tuned", lambda task: dataclasses.replace(task, tuning=tuning))
-    for shape in ((37, 1040), (16, 2 * 16 * threads), (27, 64), (3, 512)):
-        x = rows(*shape)
+    for count, units in ((37, 2), (16, 2), (27, 1), (3, 3)):
+        x = rows(count, 16 * threads * units)
         same(quantize(x, "nvfp4_token"), want_(x, "nvfp4_token"))
 
 
@@ -153,11 +153,9 @@ def test_many_short_rows_are_walked_over_where_nothing_else_is_asked():
     assert (tuning.threads, tuning.row_threads) == (1024, 128) and tuning.grid
     for other in (dict(counted=True), dict(gather=True), dict(rows=2000), dict(dtype="float32"), dict(swizzled=True)):
         assert not mosaic_sm90.tuned(dataclasses.replace(task, **other)).tuning.grid
-    for columns in range(16, 4097, 16):
-        tuning = mosaic_sm90.tuned(dataclasses.replace(task, rows=10**6, k=columns, columns=columns)).tuning
-        assert tuning.threads % 128 == 0 and tuning.threads // tuning.row_threads <= (
-            16 if tuning.row_threads > 32 else 32
-        )
+    for columns in (1024, 2048, 3072, 4096):
+        tuning = mosaic_sm90.tuned(dataclasses.replace(task, rows=10**5, k=columns, columns=columns)).tuning
+        assert tuning.grid and tuning.threads % 128 == 0 and columns // 16 % tuning.row_threads == 0
 
 
 def test_much_data_takes_the_walking_grid_where_it_can():

@@ -315,23 +315,23 @@ def _block_max(o: Ops, top: U, scratch, warps: int) -> U:
     return o.warp_max(slots.at(None, 0, mine * 4).load(1)[0])
 
 
-def _group_max(o: Ops, top: U, scratch, threads: int, turn: int) -> U:
-    """Maximum over `threads` neighbouring threads, which come here by themselves, with turn 0 and 1 in turns."""
-    top, warps = o.warp_max(top), threads // 32
+def _group_max(o: Ops, top: U, scratch, tune: Tuning, turn: int) -> U:
+    """Maximum over the `row_threads` threads of a group, which comes here by itself, with turn 0 and 1 in turns."""
+    top, warps = o.warp_max(top), tune.row_threads // 32
     if warps == 1:
         return top
-    thread, group = o.thread(), o.thread() // threads
-    slots = Pointer(scratch, shared=True).at(None, 0, group * (8 * warps)).at(None, 0, 4 * warps * turn)
-    slots.at(None, 0, ((thread >> 5) % warps) * 4).store([top], (thread & 31).same(U(0)))
-    o.barrier_of(group, threads)
-    return o.warp_max(slots.at(None, 0, (thread % warps) * 4).load(1)[0])
+    thread, group = o.thread(), o.thread() // tune.row_threads
+    slots = Pointer(scratch, shared=True).at(None, 0, turn * (tune.threads // 8))
+    slots.at(None, 0, (thread >> 5) * 4).store([top], (thread & 31).same(U(0)))
+    o.barrier_of(group, tune.row_threads)
+    return o.warp_max(slots.at(None, 0, (group * warps + thread % warps) * 4).load(1)[0])
 
 
 def _row_scale(o: Ops, io: _Io, row: U, first: U, top: U) -> lane.NvScale:
     """Writes the scale that follows from a row's maximum (float32 bits); first: the thread's number in the row."""
     task = io.task
     s, g, stored, large = lane.row_scale(o, top, task.fmt.e4m3_max)
-    ok = _all(io.valid(row), first.same(U(0)), row < U(task.rows))
+    ok = _all(io.valid(row), first.same(U(0)), None if io.full else row < U(task.rows))
     if task.packed:
         assert task.packed.row_scale_offset is not None
         at = io.refs["data"].at(row, task.packed.row_bytes, task.packed.row_scale_offset)
@@ -389,28 +389,27 @@ def _rows(o: Ops, task: Task, refs: dict):
 def _walk_rows(o: Ops, task: Task, refs: dict):
     """Per-token scales: a grid that runs at once, whose groups of `row_threads` threads go from row to row.
 
-    While a group quantises a row it loads its next one. Two rows in a round of the loop, as in `_stream`.
+    While a group quantises a row it loads its next one. Two rows in a round of the loop, as in `_stream`. Every thread
+    has as many units of a row.
     """
     scratch = refs.pop("scratch")
     io, tune = _Io(o, task, refs, full=True), task.tuning
     group = tune.row_threads
     first, step, total = o.thread() % group, tune.threads // group * tune.grid, task.rows
-    units = [first + group * j for j in range(pl.cdiv(task.units, group))]
-    here = [unit < U(task.units) if group * (j + 1) > task.units else None for j, unit in enumerate(units)]
+    units = [first + group * j for j in range(task.units // group)]
 
     def load(row: U) -> list[U]:
         row = o.umin(row, U(total - 1))
-        return [w for unit, inside in zip(units, here, strict=True) for w in io.load(row, unit, inside)[0]]
+        return [w for unit in units for w in io.load(row, unit)[0]]
 
     def quantize_row(row: U, words: list[U], turn: int):
         size = len(words) // len(units)
         blocks = [words[size * j : size * (j + 1)] for j in range(len(units))]
-        top = _group_max(o, lane.finite_amax_bits(o, blocks, task.kind), scratch, group, turn)
+        top = _group_max(o, lane.finite_amax_bits(o, blocks, task.kind), scratch, tune, turn)
         nv = _row_scale(o, io, row, first, top)
-        for j, (unit, inside, block) in enumerate(zip(units, here, blocks, strict=True)):
-            some = _all(inside, o.opaque(U(1)).same(U(1)) if j else None)  # as in `_rows`
+        for j, (unit, block) in enumerate(zip(units, blocks, strict=True)):
             one = functools.partial(_quantize_unit, o, io, row, unit, [block], nv)
-            one() if some is None else o.when(some, one)
+            o.when(o.opaque(U(1)).same(U(1)), one) if j else one()  # a branch for the reason in `_rows`
 
     def two(_, carried: list[U]) -> list[U]:
         row, *words = carried
@@ -549,13 +548,13 @@ def _row_tuning(task: Task) -> Tuning:
         threads = min(wide_enough, key=lambda n: pl.cdiv(task.units, n) * n)
         return Tuning(threads=max(threads, 128), row_threads=threads)
     plain = not (task.swizzled or task.gather or task.activation or task.packed or task.counted)
-    if plain and task.columns == task.k and task.itemsize == 2 and task.units <= 256:
+    if plain and task.columns == task.k and task.itemsize == 2 and task.units in (64, 128, 192, 256):
         # Kernels of 8192 x 4096 0.88-0.91 of copy, of `_rows` 0.80; of 16384 x 2048 0.88 and 0.83. Longer rows are not
         # better this way: 16384 x 7168 1.00 and 0.99, 4096 x 7168 0.87 and 0.89.
-        group = 32 * pl.cdiv(task.units, 64)
-        groups = 1024 // group // 4 * 4 if group % 128 else 1024 // group
-        if task.rows >= 2 * groups * _multiprocessors():
-            return Tuning(threads=groups * group, row_threads=group, grid=_multiprocessors())
+        group = task.units // 2
+        threads = 768 if group == 96 else 1024
+        if task.rows >= 2 * threads // group * _multiprocessors():
+            return Tuning(threads=threads, row_threads=group, grid=_multiprocessors())
     if task.units <= 64:
         return Tuning(row_threads=32)
     # 8192 x 4096: 0.77-0.81 of copy with a unit for each thread, 0.74 with two

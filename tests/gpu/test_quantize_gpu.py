@@ -134,7 +134,7 @@ def test_row_lengths_and_row_counts(fmt):
     assert q_(hard(0, 128), fmt, KERNEL).data.shape[0] == 0
 
 
-@pytest.mark.parametrize("rows, k", [(2200, 4096), (4300, 2048), (6400, 1296), (9000, 480), (9000, 64)])
+@pytest.mark.parametrize("rows, k", [(2200, 4096), (4300, 2048), (2200, 3072), (8500, 1024)])
 def test_so_many_rows_that_groups_of_threads_walk_over_them(rows, k):
     for dtype in (jnp.bfloat16, jnp.float16):
         x = hard(rows, k, dtype, seed=k)
