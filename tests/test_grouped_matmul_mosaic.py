@@ -411,18 +411,13 @@ def test_groups_may_have_more_rows_than_are_likely(rng, few_blocks, fmt, m, size
         ("mxfp4", dict(block_t=16, consumers=1, chunks=1, warp=True)),
         ("bf16", dict(block_t=8, consumers=2, chunks=2, rows=32)),
         ("fp8_128x128", dict(block_t=16, consumers=3, chunks=1, rows=32, pieces=2)),
-        ("fp8_128x128", dict(block_t=8, consumers=4, chunks=1, split=4, stages=4)),
-        ("mxfp8", dict(block_t=24, consumers=4, chunks=1, split=2)),
-        ("bf16", dict(block_t=8, consumers=2, chunks=1, rows=32, split=2)),
-        ("nvfp4", dict(block_t=8, consumers=4, chunks=4, warp=True, split=2)),
-        ("mxfp4", dict(block_t=8, consumers=4, chunks=4, warp=True, split=4, stages=4)),
     ],
 )
 def test_decode_variants_equal_the_dense_formula(rng, fmt, config):
-    x, w = operands(rng, m=60, k=2048 if config.get("chunks") == 4 else 640 if "split" in config else 512)
+    x, w = operands(rng, m=60, k=512)
     q = w if fmt == "bf16" else quantize_weights(w, fmt)
     sizes = [7, 0, 33, 12]
-    with tuning.override({"decode": dict(num_blocks=2, stages=2) | config}):
+    with tuning.override({"decode": config | dict(num_blocks=2, stages=2)}):
         y = mosaic_entry.forward(
             x, q, jnp.asarray(sizes, jnp.int32), out_dtype=jnp.float32, interpret=plgpu.InterpretGPUParams()
         )

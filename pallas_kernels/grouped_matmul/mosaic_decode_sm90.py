@@ -30,17 +30,7 @@ from .bounds import MAX_GROUPS, make_bounds, num_words
 from .gate import Gate, gated_product
 from .mosaic_dequant import Packed, dequantise, permute_columns
 from .mosaic_few_rows import ROWS as _ROWS
-from .mosaic_few_rows import (
-    copied_or_not,
-    finished,
-    scratch_of_turns,
-    steps_of_turn,
-    store_rows,
-    sum_bytes,
-    summed_by_turns,
-    tile_factor,
-    tiles_of_block,
-)
+from .mosaic_few_rows import copied_or_not, finished, store_rows, tile_factor, tiles_of_block
 from .mosaic_sm90 import BOX, SWIZZLE, as_views, compiler_params, drain, num_sms, row_views, swizzled
 
 _WIDTH = 64  # BF16 elements in one swizzle
@@ -57,8 +47,6 @@ class DecodeConfig:
     rows: 32 gives tiles half as large, for weights that are too few for all multiprocessors; the matrix unit then works
     on 64 rows of which half are left over.
     warp: multiply 4-bit weights with the warps' own instruction (mosaic_warp_sm90.py); for up to 32 tokens.
-    split: warpgroups that share rows of the weight and take turns at the steps over K, for so few weights that the
-    multiprocessors have a tile or two each, and would wait for one warpgroup to work through all of its K.
     likely: of a tile of 8 tokens, how many are always copied; the others only where there are more. All eight for each
     of many small tiles are a quarter more bytes out of the L2 cache.
     """
@@ -71,7 +59,6 @@ class DecodeConfig:
     pieces: int = 1
     rows: int = _ROWS
     warp: bool = False
-    split: int = 1
     likely: int = 8
     num_blocks: int | None = None
 
@@ -88,15 +75,8 @@ class DecodeConfig:
             raise ValueError(
                 f"rows={self.rows}, block_t={self.block_t}: choose rows={_ROWS}, or 32 up to block_t={BOX}."
             )
-        if self.split not in (1, 2, 4) or self.consumers % self.split or self.stages % self.split:
-            raise ValueError(
-                f"split={self.split}, consumers={self.consumers}, stages={self.stages}: choose 1, 2 or 4, a divisor of "
-                "both."
-            )
         if self.likely not in (1, 2, 4, 8):
             raise ValueError(f"likely={self.likely}: choose 1, 2, 4 or 8.")
-        if self.warp and self.split > 1 and self.chunks < by_warps.SCALE_CHUNKS:
-            raise ValueError(f"split={self.split}, chunks={self.chunks}: with warp=True choose chunks=4 or more.")
         if self.warp and (self.block_t > 32 or self.rows < _ROWS or self.pieces > 1):
             raise ValueError(
                 f"warp=True with block_t={self.block_t}, rows={self.rows}, pieces={self.pieces}: choose block_t up to "
@@ -105,12 +85,7 @@ class DecodeConfig:
 
     @property
     def block_n(self) -> int:
-        return self.sharing * self.rows
-
-    @property
-    def sharing(self) -> int:
-        """Warpgroups that have rows of their own."""
-        return self.consumers // self.split
+        return self.consumers * self.rows
 
     @property
     def held_n(self) -> int:
@@ -149,10 +124,7 @@ class DecodeConfig:
         if pieces % self.chunks == 0 or pieces >= 8 * self.chunks:
             return self
         chunks = next(c for c in (4, 2, 1) if c < self.chunks and pieces % c == 0)  # a few scales must fill 16 bytes
-        how = dict(chunks=chunks, stages=self.stages * self.chunks // chunks)
-        if self.warp and self.split > 1:  # each turn reads scales of its own, which are for 4 pieces
-            how |= dict(split=1, consumers=self.sharing)
-        return dataclasses.replace(self, **how)
+        return dataclasses.replace(self, chunks=chunks, stages=self.stages * self.chunks // chunks)
 
     def expecting(self, rows: int) -> DecodeConfig:
         """For groups of about so many rows."""
@@ -166,8 +138,7 @@ class DecodeConfig:
         scales = max(16, self.chunks * packed.scales) if packed and packed.scales else 0
         held = parts * self.held_n
         stage = self.chunks * (held + self.block_t * tokens) * SWIZZLE + held * scales
-        results = 0 if self.direct else self.consumers * _ROWS * self.box * itemsize
-        return self.stages * stage + results + sum_bytes(self, parts)
+        return self.stages * stage + (0 if self.direct else self.consumers * _ROWS * self.box * itemsize)
 
 
 def x_copies_of(config: DecodeConfig, packed: Packed | None) -> int:
@@ -205,11 +176,8 @@ def _body(
     a_smem,
     out_smem,
     bounds_smem,
-    sum_smem,
     full,
     empty,
-    sum_full,
-    sum_empty,
     *,
     config,
     packed,
@@ -298,9 +266,7 @@ def _body(
     def _multiply():
         if c.registers:
             plgpu.set_max_registers(c.registers[1], action="increase")
-        turn, mine = lax.div(wg, c.sharing), lax.rem(wg, c.sharing)
-        my_rows = pl.ds(mine * c.rows, _ROWS)
-        total, done = summed_by_turns(c, mine, turn, sum_smem, sum_full, sum_empty)
+        my_rows = pl.ds(wg * c.rows, _ROWS)
         pieces = c.pieces if packed else 1
         products = packed.chunk // _WIDTH // pieces if packed else 1  # of 64 columns, in one piece
 
@@ -326,12 +292,10 @@ def _body(
 
         def accumulate(weight, step):
             """The sums over K in one accumulator each, for formats whose scales are applied to the weights."""
-            start, count = steps_of_turn(c, turn, step, jnp.where(weight >= 0, k_steps, 0))
 
             def scope(*accs):
-                def per_step(i, _):
-                    j = start + i * c.split
-                    slot = lax.rem(step + j, c.stages)
+                def per_step(j, step):
+                    slot = lax.rem(step, c.stages)
                     plgpu.barrier_wait(full.at[slot])
                     for i in range(c.chunks * pieces):
                         for part in parts:
@@ -340,23 +304,23 @@ def _body(
                             plgpu.wgmma_wait(0)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(empty.at[slot])
-                    return ()
+                    return step + 1
 
-                lax.fori_loop(0, count, per_step, ())
-                return [acc[...] for acc in accs]
+                steps = jnp.where(weight >= 0, k_steps, 0)
+                end = lax.fori_loop(0, steps, per_step, step)
+                return end, [acc[...] for acc in accs]
 
             accs = [plgpu.WGMMAAccumulatorRef((_ROWS, c.block_t), jnp.float32) for _ in parts]
             return pl.run_scoped(scope, *accs)
 
         def accumulate_scaled(weight, col, step):
             """Each 128 elements of K are summed on their own and scaled in float32: the scale covers the whole tile."""
-            row_block = jnp.minimum(lax.div(col + mine * c.rows, 128), scales.shape[2] - 1)
+            row_block = jnp.minimum(lax.div(col + wg * c.rows, 128), scales.shape[2] - 1)
             last = scales.shape[3] - 1
-            start, count = steps_of_turn(c, turn, step, jnp.where(weight >= 0, k_steps, 0))
 
-            def per_step(i, totals):
-                j = start + i * c.split
-                slot = lax.rem(step + j, c.stages)
+            def per_step(j, carry):
+                step, totals = carry
+                slot = lax.rem(step, c.stages)
 
                 def factor(part, i):
                     return scales[weight, part, row_block, jnp.minimum(j * c.chunks + i, last)]
@@ -375,29 +339,27 @@ def _body(
                     sums = pl.run_scoped(scope, *accs)
                     totals = [t + s * factors_of[p][chunk] for p, (t, s) in enumerate(zip(totals, sums, strict=True))]
                 plgpu.barrier_arrive(empty.at[slot])
-                return totals
+                return step + 1, totals
 
             zeros = [plgpu.layout_cast(jnp.zeros((_ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA) for _ in parts]
-            return lax.fori_loop(0, count, per_step, zeros)
+            return lax.fori_loop(0, jnp.where(weight >= 0, k_steps, 0), per_step, (step, zeros))
 
         def per_tile(tile, step):
             weight, first, rows, n_tile = tile
             col = n_tile * c.block_n
             known = [tile_factor(factors, packed, weight, part) for part in parts]
             if packed and not packed.scales:
-                values = accumulate_scaled(weight, col, step)
+                end, values = accumulate_scaled(weight, col, step)
             else:
-                values = accumulate(weight, step)
-            end = step + jnp.where(weight >= 0, k_steps, 0)
-            values = [total(value, part) for part, value in enumerate(values)]
-            w_row = col + mine * c.rows
+                end, values = accumulate(weight, step)
+            w_row = col + wg * c.rows
             values = [
                 finished(value, known[part], factors, bias, packed, weight, part, w_row)
                 for part, value in enumerate(values)
             ]
             value = (gated_product(values[0], values[1], gate) if gate else values[0]).astype(out.dtype)
-            columns, held = pl.ds(w_row, c.rows), pl.ds(0, c.rows)
-            inside = (w_row < n) & (turn == 0)  # single rows are not clipped where a tile reaches over the end of N
+            columns, mine = pl.ds(w_row, c.rows), pl.ds(0, c.rows)
+            inside = w_row < n  # single rows are not clipped where a tile reaches over the end of N
             if c.direct and not interpret:
                 store_rows(value, out, first, rows, w_row, jnp.where(inside, c.rows, 0))
                 return end
@@ -419,7 +381,7 @@ def _body(
                     @pl.when(one_by_one)
                     def _(row=row):
                         def one(r, _):
-                            source = out_smem.at[wg, pl.ds(r, 1), held]
+                            source = out_smem.at[wg, pl.ds(r, 1), mine]
                             plgpu.copy_smem_to_gmem(source, out.at[pl.ds(row + r, 1), columns])
                             return ()
 
@@ -428,7 +390,6 @@ def _body(
             return end
 
         each_tile(per_tile)
-        done()
         if interpret or not c.direct:
             plgpu.wait_smem_to_gmem(0)
 
@@ -527,9 +488,8 @@ def grouped_matmul_decode(
             a_smem=plgpu.SMEM((c.consumers, _ROWS, packed.chunk // c.pieces if packed and interpret else 8), x.dtype),
             out_smem=plgpu.SMEM((c.consumers, c.box, _ROWS) if interpret or not c.direct else (1, 8, 8), out_dtype),
             bounds_smem=plgpu.SMEM((2, num_words(group_sizes.shape[0]) if summed else 8), jnp.int32),
-            **scratch_of_turns(c, parts),
             full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=c.stages),
-            empty=plgpu.Barrier(num_arrivals=c.sharing, num_barriers=c.stages),
+            empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),

@@ -11,7 +11,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..compat import store_slowly
 from .bounds import Bounds, find_tile, num_tiles, num_words, write_bounds
 from .mosaic_dequant import Packed
 from .mosaic_sm90 import load_rows
@@ -72,57 +71,6 @@ def copied_or_not(there, copies, barrier, count: int):
     def _():
         for _ in range(count):
             plgpu.barrier_arrive(barrier)
-
-
-def scratch_of_turns(c, parts: int) -> dict:
-    """What warpgroups that take turns (config.split) need to add up their products."""
-    turns = c.split if c.split > 1 else 0
-    return dict(
-        sum_smem=plgpu.SMEM((turns, c.sharing, parts, ROWS, c.block_t) if turns else (1, 1, 1, 8, 8), jnp.float32),
-        sum_full=plgpu.Barrier(num_arrivals=max(turns, 1), num_barriers=c.sharing),
-        sum_empty=plgpu.Barrier(num_arrivals=max(turns, 1), num_barriers=c.sharing),
-    )
-
-
-def sum_bytes(c, parts: int) -> int:
-    """Shared memory of `scratch_of_turns`, barriers left out."""
-    return 4 * c.consumers * parts * ROWS * c.block_t if c.split > 1 else 0
-
-
-def steps_of_turn(c, turn, step, steps):
-    """(first, count) of the steps of a tile that are a turn's, every c.split-th; `step`: of all tiles before.
-
-    By the number of the step among all, so that a stage is always of the same turn: a warpgroup has to see each phase
-    of the barriers it waits for.
-    """
-    if c.split == 1:
-        return 0, steps
-    first = lax.rem(turn - lax.rem(step, c.split) + c.split, c.split)
-    return first, lax.div(jnp.maximum(steps - first, 0) + (c.split - 1), c.split)
-
-
-def summed_by_turns(c, mine, turn, sum_smem, sum_full, sum_empty):
-    """(total, done). total(value, part): the sum of what the warpgroups of all turns have for their rows, [64, T].
-
-    done(): to be called when there are no more.
-    """
-    if c.split == 1:
-        return lambda value, part: value, lambda: None
-    full, empty = sum_full.at[mine], sum_empty.at[mine]
-    plgpu.barrier_arrive(empty)
-
-    def total(value, part):
-        plgpu.barrier_wait(empty)
-        store_slowly(sum_smem.at[turn, mine, part], value)
-        plgpu.barrier_arrive(full)
-        plgpu.barrier_wait(full)
-        each = [
-            plgpu.load(sum_smem.at[i, mine, part], layout=plgpu.Layout.WGMMA, optimized=False) for i in range(c.split)
-        ]
-        plgpu.barrier_arrive(empty)
-        return sum(each[1:], each[0])
-
-    return total, lambda: plgpu.barrier_wait(empty)
 
 
 def tile_factor(factors, packed: Packed | None, weight, part: int):

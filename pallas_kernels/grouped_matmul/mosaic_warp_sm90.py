@@ -27,18 +27,7 @@ from . import mosaic_warp
 from .bounds import num_words
 from .gate import Gate, gated_product
 from .mosaic_dequant import Packed
-from .mosaic_few_rows import (
-    ROWS,
-    copied_or_not,
-    finished,
-    scratch_of_turns,
-    steps_of_turn,
-    store_rows,
-    sum_bytes,
-    summed_by_turns,
-    tile_factor,
-    tiles_of_block,
-)
+from .mosaic_few_rows import ROWS, copied_or_not, finished, store_rows, tile_factor, tiles_of_block
 from .mosaic_sm90 import SWIZZLE, compiler_params, drain, num_sms, swizzled
 
 if TYPE_CHECKING:
@@ -49,20 +38,11 @@ SCALE_STAGES = 2
 ELEMENTS = 2 * SWIZZLE  # of such a piece
 
 
-def scale_stages(config: DecodeConfig) -> int:
-    """Each of several turns has its own."""
-    return config.stages if config.split > 1 else SCALE_STAGES
-
-
 def smem_bytes(config: DecodeConfig, packed: Packed, parts: int) -> int:
     """Shared memory of one block, barriers left out."""
     c = config
     stage = c.chunks * (parts * c.block_n + c.block_t * 4) * SWIZZLE
-    return (
-        c.stages * stage
-        + sum_bytes(c, parts)
-        + scale_stages(c) * parts * c.block_n * max(c.chunks, SCALE_CHUNKS) * packed.scales
-    )
+    return c.stages * stage + SCALE_STAGES * parts * c.block_n * max(c.chunks, SCALE_CHUNKS) * packed.scales
 
 
 def _body(
@@ -79,15 +59,12 @@ def _body(
     s_smem,
     bounds_smem,
     out_smem,
-    sum_smem,
     full,
     empty,
     x_full,
     x_ready,
     s_full,
     s_empty,
-    sum_full,
-    sum_empty,
     *,
     config,
     packed,
@@ -104,7 +81,7 @@ def _body(
     steps = pl.cdiv(w.shape[3], wide)
     # Scales of as many steps as there are in SCALE_CHUNKS pieces come together, in stages of their own.
     together = max(1, SCALE_CHUNKS // c.chunks)
-    s_stages, s_width, s_groups = s_smem.shape[0], s_smem.shape[3], pl.cdiv(steps, together)
+    s_width, s_groups = s_smem.shape[3], pl.cdiv(steps, together)
     wg = lax.axis_index("wg")
     each_tile = tiles_of_block(
         sizes,
@@ -124,7 +101,7 @@ def _body(
     def scale_slot(j, step):
         """Where the scales of a tile's j-th step are; `step` counts the steps of all tiles."""
         index = lax.div(step, steps) * s_groups + lax.div(j, together)
-        return index, lax.rem(index, s_stages)
+        return index, lax.rem(index, SCALE_STAGES)
 
     @pl.when(wg == c.consumers)
     def _produce():
@@ -140,7 +117,7 @@ def _body(
             def copy_scales(j, step):
                 index, slot = scale_slot(j, step)
 
-                @pl.when(index >= s_stages)
+                @pl.when(index >= SCALE_STAGES)
                 def _():
                     plgpu.barrier_wait(s_empty.at[slot])
 
@@ -169,7 +146,7 @@ def _body(
 
         end = each_tile(per_tile)
         drain(end, c.stages, empty)
-        drain(lax.div(end, steps) * s_groups, s_stages, s_empty)
+        drain(lax.div(end, steps) * s_groups, SCALE_STAGES, s_empty)
 
     @pl.when(wg == c.consumers + 1 if not interpret else False)
     def _arrange():
@@ -188,19 +165,16 @@ def _body(
 
     @pl.when(wg < c.consumers)
     def _multiply():
-        turn, group = lax.div(wg, c.sharing), lax.rem(wg, c.sharing)
-        mine = pl.ds(group * ROWS, ROWS)
-        total, done = summed_by_turns(c, group, turn, sum_smem, sum_full, sum_empty)
+        mine = pl.ds(wg * ROWS, ROWS)
 
         def per_tile(tile, step):
             weight, first, rows, n_tile = tile
-            row = n_tile * c.block_n + group * ROWS
+            row = n_tile * c.block_n + wg * ROWS
             known = [tile_factor(factors, packed, weight, part) for part in parts]
-            start, count = steps_of_turn(c, turn, step, steps_of(weight))
 
-            def per_step(i, accs):
-                j = start + i * c.split
-                slot = lax.rem(step + j, c.stages)
+            def per_step(j, carry):
+                step, accs = carry
+                slot = lax.rem(step, c.stages)
                 _, s_slot = scale_slot(j, step)
 
                 @pl.when(lax.rem(j, together) == 0)
@@ -224,24 +198,21 @@ def _body(
                 def _():
                     plgpu.barrier_arrive(s_empty.at[s_slot])
 
-                return accs
+                return step + 1, accs
 
             zeros = plgpu.layout_cast(jnp.zeros((ROWS, c.block_t), jnp.float32), plgpu.Layout.WGMMA)
-            values = lax.fori_loop(0, count, per_step, [zeros for _ in parts])
-            end = step + steps_of(weight)
-            values = [total(value, part) for part, value in enumerate(values)]
-            inside = (row < n) & (turn == 0)
+            end, values = lax.fori_loop(0, steps_of(weight), per_step, (step, [zeros for _ in parts]))
             values = [
                 finished(value, known[part], factors, bias, packed, weight, part, row)
                 for part, value in enumerate(values)
             ]
             value = (gated_product(values[0], values[1], gate) if gate else values[0]).astype(out.dtype)
             if not interpret:
-                store_rows(value, out, first, rows, row, jnp.where(inside, ROWS, 0))
+                store_rows(value, out, first, rows, row, jnp.where(row < n, ROWS, 0))
                 return end
             out_smem.at[wg][...] = value.T
 
-            @pl.when(inside)
+            @pl.when(row < n)
             def _():
                 def one(r, _):
                     source = out_smem.at[wg, pl.ds(r, 1)]
@@ -253,7 +224,6 @@ def _body(
             return end
 
         each_tile(per_tile)
-        done()
 
 
 def run(
@@ -280,7 +250,7 @@ def run(
     factors, bias: [1] where there are none.
     """
     c, parts = config, w.shape[1]
-    s_stages, s_width = scale_stages(c), max(c.chunks, SCALE_CHUNKS) * packed.scales
+    s_width = max(c.chunks, SCALE_CHUNKS) * packed.scales
     if interpret:  # what reaches over the end of a row is not filled up with zeros there
         w, scales = (
             jnp.pad(a, ((0, 0), (0, 0), (0, 0), (0, -a.shape[3] % b)))
@@ -305,16 +275,15 @@ def run(
         scratch_types=dict(
             w_smem=plgpu.SMEM((c.stages, parts, c.block_n, c.chunks * SWIZZLE), w.dtype, transforms=swizzled(w.dtype)),
             x_smem=plgpu.SMEM((c.stages, c.chunks, c.block_t, ELEMENTS), x.dtype),
-            s_smem=plgpu.SMEM((s_stages, parts, c.block_n, s_width), jnp.uint8),
+            s_smem=plgpu.SMEM((SCALE_STAGES, parts, c.block_n, s_width), jnp.uint8),
             bounds_smem=plgpu.SMEM((2, num_words(num_groups) if isinstance(sizes, jax.Array) else 8), jnp.int32),
             out_smem=plgpu.SMEM((c.consumers, c.block_t, ROWS) if interpret else (1, 8, 8), out_dtype),
-            **scratch_of_turns(c, parts),
             full=plgpu.Barrier(num_arrivals=parts, num_barriers=c.stages),
-            empty=plgpu.Barrier(num_arrivals=c.sharing, num_barriers=c.stages),
+            empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=c.stages),
             x_full=plgpu.Barrier(num_arrivals=c.chunks * len(c.copied), num_barriers=c.stages),
             x_ready=plgpu.Barrier(num_arrivals=1, num_barriers=c.stages),
-            s_full=plgpu.Barrier(num_arrivals=parts, num_barriers=s_stages),
-            s_empty=plgpu.Barrier(num_arrivals=c.sharing, num_barriers=s_stages),
+            s_full=plgpu.Barrier(num_arrivals=parts, num_barriers=SCALE_STAGES),
+            s_empty=plgpu.Barrier(num_arrivals=c.consumers, num_barriers=SCALE_STAGES),
         ),
         compiler_params=compiler_params(),
         **({} if interpret is None else {"interpret": interpret}),

@@ -16,8 +16,6 @@ DECODE_VARIANTS = [
     dict(block_t=16, consumers=3, chunks=1, stages=4, per_sm=1),
     dict(block_t=24, consumers=2, chunks=1, stages=4, per_sm=1),
     dict(block_t=8, consumers=1, chunks=2, stages=4, per_sm=2, rows=32),
-    dict(block_t=8, consumers=4, chunks=2, stages=4, per_sm=1, split=4),
-    dict(block_t=16, consumers=4, chunks=2, stages=4, per_sm=1, split=2),
 ]
 
 
