@@ -6,10 +6,12 @@ are those of single warps, which need no large pieces of dequantised weights; bl
 that no kernel has to before (2 us).
 
 H200, NVFP4, us and share of the copy bandwidth, warpgroups' instruction | this kernel: (64 tokens, K=7168, N=4096, 32
-groups) 147 0.84 | 136 0.90; (256, 4096, 3072, 32) 73 0.72 | 63 0.83; gate and up of Qwen3-30B-A3B, 64 tokens, 74 0.70 |
-63 0.83, of which scales that are copied 16 bytes at a time and global scales read at the end of a tile had cost 4; down
-44 0.59 | 38 0.69. Without dequantising the second takes 61, the last 34. Tiles of 16 tokens take 74 instead of 63, as
-long as the other kernel: no rule of the table ships them.
+groups) 147 0.84 | 136 0.90; (256, 4096, 3072, 32) 73 0.72 | 61 0.86, by four warpgroups with two stages 63; gate and up
+of Qwen3-30B-A3B, 64 tokens, 74 0.70 | 62 0.85 (MXFP4 74 | 59), of which scales that are copied 16 bytes at a time and
+global scales read at the end of a tile had cost 4; down 44 0.59 | 38 0.69. The second takes 57 without multiplying: 3
+pass before the first stage is there, and the last multiprocessor ends 3 after the median. Scales copied 128 bytes at a
+time, weights called into L2 ahead, or two blocks of 64 rows for each warpgroup gained nothing. Tiles of 16 tokens take
+74 instead of 63, as long as the other kernel: no rule of the table ships them.
 """
 
 from __future__ import annotations
