@@ -175,15 +175,6 @@ def from_bytes(raw: jax.Array, dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(raw, dtype)
 
 
-def check_choices(ids: jax.Array, weights: jax.Array, layout: RowLayout) -> None:
-    """Raises ValueError for ids and weights that are not what the layout says."""
-    if ids.shape[-1] != layout.top_k or weights.shape != ids.shape:
-        raise ValueError(
-            f"ids {ids.shape} and weights {weights.shape} do not fit a row of top_k={layout.top_k}; give [T, K] of "
-            "both, or make the layout for this K."
-        )
-
-
 def pack(x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, layout: RowLayout) -> jax.Array:
     """Rows of T tokens.
 
@@ -194,7 +185,11 @@ def pack(x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, layout: Row
       uint8 [T, row_bytes].
     Raises ValueError for rows that are not what the layout says.
     """
-    check_choices(ids, weights, layout)
+    if ids.shape[-1] != layout.top_k or weights.shape != ids.shape:
+        raise ValueError(
+            f"ids {ids.shape} and weights {weights.shape} do not fit a row of top_k={layout.top_k}; give [T, K] of "
+            "both, or make the layout for this K."
+        )
     parts: list[tuple[int, jax.Array]] = [(layout.ids_offset, ids.astype(jnp.int32))]
     parts.append((layout.weights_offset, weights.astype(jnp.float32)))
     if isinstance(x, QTensor):

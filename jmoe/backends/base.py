@@ -38,9 +38,8 @@ class Engine:
     push_encoding(x [T, D], ids, weights, plan, exchange, layout) -> (rows uint8 [N, row_bytes], counts, None): `push`
         of the packed rows, quantised and packed on the way, with the same bytes; or (rows without their data, counts,
         data uint8 [N, data_bytes]). None where it cannot do that for these rows and this layout.
-    push_apart(x [T, D], ids int32 [T, K], weights f32 [T, K], plan, exchange): float rows that need neither packing nor
-        unpacking, ([N, D], what follows the data in a packed row as bytes or words [N, ...], counts); None where it
-        cannot do that.
+    push_apart(x [T, D], tail uint8 [T, ...], plan, exchange): two arrays at once, ([N, D], [N, ...], counts), so that
+        float rows need neither packing nor unpacking; None where it cannot do that.
     give_back(rows [N, W], counts int32 [R] or [E_loc, R], plan, exchange) -> [S, C, W]: what `Backend.give_back`
         returns for the first `counts` rows of each source; slots that nobody filled may hold garbage.
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.

@@ -108,12 +108,9 @@ def push_encoding(
     row = mosaic_push_quantized.PackedRow(
         layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes
     )
-    tail = to_bytes(ids.astype(jnp.int32)), to_bytes(weights.astype(jnp.float32))
+    tail = jnp.concatenate([to_bytes(ids.astype(jnp.int32)), to_bytes(weights.astype(jnp.float32))], axis=1)
     before = layout.ids_offset - row.tail_start
-    if before or tail[0].shape[1] % _UNIT:  # what bulk copies cannot move side by side is joined before
-        joined = jnp.concatenate(tail, axis=1)
-        after = layout.row_bytes - layout.ids_offset - joined.shape[1]
-        tail = (jnp.pad(joined, ((0, 0), (before, after))),)
+    tail = jnp.pad(tail, ((0, 0), (before, layout.row_bytes - layout.ids_offset - tail.shape[1])))
     assert isinstance(exchange.axis_name, str)
     batched = plan.form == "batched"
     (data, rest), counts = mosaic_push_quantized.push_quantized(
@@ -134,21 +131,17 @@ def push_encoding(
 
 
 def push_apart(
-    x: jax.Array, ids: jax.Array, weights: jax.Array, plan: Plan, exchange: Exchange
+    x: jax.Array, tail: jax.Array, plan: Plan, exchange: Exchange
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """Rows [T, D], and ids and weights [T, K] side by side in words; see `Engine.push_apart`."""
+    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`. The latter comes in words."""
     from pallas_kernels.all_to_all import mosaic_push
 
-    if x.size == 0 or ids.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT:
+    if x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
         return None
-    words = ids.astype(jnp.int32), lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)
-    unit = _UNIT // 4
-    if ids.shape[1] % unit:  # what bulk copies cannot move side by side is joined before
-        words = (_padded(jnp.concatenate(words, axis=1), -(-2 * ids.shape[1] // unit) * unit),)
     assert isinstance(exchange.axis_name, str)
     batched = plan.form == "batched"
     (data, rest), counts = mosaic_push.push_apart(
-        (x, words),
+        (x, from_bytes(tail, jnp.int32)),
         plan.slot,
         plan.counts,
         axis_name=exchange.axis_name,
@@ -157,7 +150,7 @@ def push_apart(
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
     )
-    return data.reshape(-1, x.shape[1]), rest.reshape(-1, rest.shape[-1]), counts
+    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1] // 4), counts
 
 
 def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange) -> jax.Array:

@@ -55,7 +55,7 @@ def reason_not(shape: tuple[int, ...], dtype, fmt: str | BlockFormat) -> str | N
 
 def push_quantized(
     x: jax.Array,
-    tail: tuple[jax.Array, ...],
+    tail: jax.Array,
     slot: jax.Array,
     counts: jax.Array,
     *,
@@ -72,10 +72,10 @@ def push_quantized(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Quantises row t of x and stores the packed row at `[own rank, slot[t, r]]` of rank r, where slot[t, r] >= 0.
 
-    x: bf16, f16 or f32 [T, D]. tail: uint8 [T, multiples of 16], in all row_bytes - layout.tail_start, what follows the
-    scales in each row (ids, weights); bytes in front of `layout.tail_offset` are overwritten. slot: int32 [T, R].
-    counts: int32 [R]. Returns ([uint8 [R, C, row_bytes]], received counts int32 [R]), filled as `push_rows` does.
-    apart: two arrays, the rows cut behind their data, which the receiver then need not copy out of them.
+    x: bf16, f16 or f32 [T, D]. tail: uint8 [T, row_bytes - layout.tail_start], what follows the scales in each row
+    (ids, weights); bytes in front of `layout.tail_offset` are overwritten. slot: int32 [T, R]. counts: int32 [R].
+    Returns ([uint8 [R, C, row_bytes]], received counts int32 [R]), filled as `push_rows` does. apart: two arrays, the
+    rows cut behind their data, which the receiver then need not copy out of them.
     Batched form: target int32 [T, K] with slot [T, K], counts [R * E_loc], num_ranks R and num_local E_loc, and results
     as `push_batched` gives them. Raises ValueError for what `reason_not` names.
     """
@@ -90,8 +90,7 @@ def push_quantized(
         assert num_ranks is not None
         form, tables = Form(axis_name, num_ranks, capacity, num_local), (target, slot)
     places = form.places
-    row = layout.row_bytes
-    assert sum(part.shape[1] for part in tail) == row - layout.tail_start
+    row, tail_bytes = layout.row_bytes, layout.row_bytes - layout.tail_start
     schedule = schedule or Schedule.for_tokens(tokens, stages=9)
     cut = fmt.data_bytes(width)
     parts = ((0, cut), (cut, row - cut)) if apart else ((0, row),)  # start and size in the packed row
@@ -112,8 +111,7 @@ def push_quantized(
         source, out, maxima = (Pointer(_shared_address(ref), shared=True) for ref in refs)
         encode_row(Ops(), fmt, x.dtype.name, width, layout, source, out, maxima, mgpu.warpgroup_barrier)
 
-    def body(x_ref, counts_ref, *refs):
-        tail_refs, refs = refs[: len(tail)], refs[len(tail) :]
+    def body(x_ref, tail_ref, counts_ref, *refs):
         table_refs = refs[: len(tables)]
         *out_refs, out_counts_ref, rows, packed, scratch, full, empty = refs[len(tables) :]
         block = lax.axis_index("block")
@@ -133,11 +131,12 @@ def push_quantized(
                 token = block + i * blocks
                 bounds = dict(oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token, 1)], rows.at[stage], full.at[stage], **bounds)  # pyright: ignore[reportArgumentType]
-                start = layout.tail_start
-                for ref in tail_refs:
-                    into = packed.at[stage, :, pl.ds(start, ref.shape[1])]
-                    plgpu.copy_gmem_to_smem(ref.at[pl.ds(token, 1)], into, full.at[stage], **bounds)  # pyright: ignore[reportArgumentType]
-                    start += ref.shape[1]
+                plgpu.copy_gmem_to_smem(
+                    tail_ref.at[pl.ds(token, 1)],
+                    packed.at[stage, :, pl.ds(layout.tail_start, tail_bytes)],
+                    full.at[stage],
+                    **bounds,  # pyright: ignore[reportArgumentType]
+                )
                 return ()
 
             lax.fori_loop(int32(0), trips, step, ())
@@ -199,11 +198,11 @@ def push_quantized(
             plgpu.SMEM((stages, 1, width), x.dtype),
             plgpu.SMEM((stages, 1, stride), jnp.uint8),
             plgpu.SMEM((warpgroups, 4), jnp.int32),
-            plgpu.Barrier(num_arrivals=1 + len(tail), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
         ],
         **kernel_params(schedule, f"push_{fmt.name}", warpgroups=1 + warpgroups),
-    )(x, counts, *tail, *tables)
+    )(x, tail, counts, *tables)
     outs = [out[:, :size] for out, (_, size) in zip(outs, parts, strict=True)]  # fuses into whatever reads the rows
     return [form.shaped(out) for out in outs], form.shaped_counts(out_counts)
 
