@@ -522,8 +522,8 @@ def tuned(task: Task, *, decode: bool = False) -> Task:
     total, tuning = task.all_rows * task.units, Tuning()
     dense = task.flattened() is not task
     if task.fmt.four_over_six:
-        # As many threads as fit, which makes the assembler use 64 registers: with a quarter more instructions than now it
-        # was 0.72 of copy, and 0.64 in blocks of 128 threads.
+        # As many threads as fit, which makes the assembler use 64 registers: with a quarter more instructions than now
+        # 0.72 of copy, and 0.64 in blocks of 128 threads.
         # (With float32 values the next unit does not fit in them.)
         grid = _multiprocessors()
         dense = dense and task.itemsize == 2 and not task.counted and task.scale_rows >= task.rows
