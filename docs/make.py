@@ -117,6 +117,8 @@ def load(folder: Path = FIGURES) -> dict[str, list[Record]]:
                 raise ValueError(f"{path} is of `jmoe bench {name}`; its name says {bench}. Rename it.")
             if not records or not all(r.meaningful for r in records):
                 raise ValueError(f"{path} has figures that say nothing about speed (a smoke run?); make it on GPUs.")
+            if impossible := [r.name for r in records if r.value is not None and r.value <= 0]:
+                raise ValueError(f"{path} has figures below zero, which are noise: {', '.join(impossible)}.")
             runs[bench] = runs.get(bench, []) + records
     return runs
 

@@ -35,7 +35,7 @@ def layer_text(records: Sequence[Record]) -> str:
         figures = {(r.name, r.parameters["T"], r.parameters["R"]): r for r in timed if r.parameters["shape"] == shape}
         for ranks in sorted({r for _, _, r in figures}):
             parts += _times(shape, ranks, figures)
-    return "\n\n".join([*parts, _said(timed)])
+    return "\n\n".join([*parts, "\n".join(f"* {line}" for line in _said(timed))])
 
 
 def _times(shape: str, ranks: int, figures: dict[tuple[str, int, int], Record]) -> list[str]:
@@ -72,7 +72,7 @@ def _duration(r: Record) -> str:
     return duration(r.seconds)
 
 
-def _said(records: Sequence[Record]) -> str:
+def _said(records: Sequence[Record]) -> list[str]:
     """From which number of tokens on a wire is faster, what lies between kernels, and how good predictions are."""
     out = []
     for shape in dict.fromkeys(r.parameters["shape"] for r in records):
@@ -91,7 +91,9 @@ def _said(records: Sequence[Record]) -> str:
         spans: dict[str, list[float]] = {}
         for p in (r.parameters for r in records):
             if p["R"] == ranks and "busy_us" in p:
-                spans.setdefault("one token" if p["T"] == 1 else "several", []).append(p["span_us"] / p["busy_us"])
+                spans.setdefault("one token" if p["T"] == 1 else "several tokens", []).append(
+                    p["span_us"] / p["busy_us"]
+                )
         if spans:
             on = "one GPU" if ranks == 1 else f"{ranks} GPUs"
             each = ", ".join(f"of {what} {min(xs):.2f} to {max(xs):.2f}" for what, xs in spans.items())
@@ -99,7 +101,7 @@ def _said(records: Sequence[Record]) -> str:
     right = [x for r in records if (x := predicted(r)) is not None]
     if right:
         out.append(f"`jmoe explain`, fitted to such times, predicts {min(right):.2f} to {max(right):.2f} of these.")
-    return "\n".join(out)
+    return out
 
 
 def predicted(r: Record) -> float | None:
