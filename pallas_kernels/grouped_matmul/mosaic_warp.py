@@ -89,6 +89,23 @@ def multiply(accs, w_refs, s_refs, x_ref, packed: Packed, *, interpret: bool) ->
     return list(emit(tuple(accs), tuple(w_refs), tuple(s_refs), x_ref))  # pyright: ignore[reportCallIssue]
 
 
+def end_reading():
+    """Before a warpgroup releases what it has read: copies may overwrite it then.
+
+    Arriving on a barrier does not wait for loads whose values are used later (the compiler moves the last products
+    behind it), nor does it order them before a copy's writes, which go another way to shared memory.
+    """
+
+    @plgpu.inline_mgpu()
+    def emit(ctx):
+        del ctx
+        from jaxlib.mlir.dialects import llvm
+
+        llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "~{memory}", has_side_effects=True)
+
+    emit()
+
+
 def _product(data, scales, x, packed: Packed):
     """What `multiply` adds. data [64, 128 C], scales [64, C * packed.scales], x [C, T, 256] as it came."""
     values = decoded(data, scales, packed).astype(jnp.float32).reshape(ROWS, -1, 256)

@@ -194,6 +194,8 @@ def _body(
                     packed,
                     interpret=interpret,
                 )
+                if not interpret:
+                    mosaic_warp.end_reading()
                 plgpu.barrier_arrive(empty.at[slot])
 
                 @pl.when((lax.rem(j, together) == together - 1) | (j == steps - 1))
