@@ -36,9 +36,7 @@ class DeviceCaps:
     which the ranks are spread in equal consecutive blocks, 1 where they are not. local_kernels: whether the
     remote-write kernels serve the GPUs of one host of a mesh of several. No JAX up to 0.12 has that: its table of peers
     spans the whole mesh, and from process to process it asks for multicast memory. Opt-in, with an expert axis (hosts,
-    ranks). ragged: whether lax.ragged_all_to_all works between processes. gathering_combine: whether the exchange's
-    kernel takes the weighted sums of the experts' outputs itself, reading them where they lie, in place of a kernel
-    before it. Opt-in: two H200s gave the two kernels' bits (tests/gpu); whether it is faster was not measured.
+    ranks). ragged: whether lax.ragged_all_to_all works between processes.
     """
 
     platform: str = "cpu"
@@ -51,7 +49,6 @@ class DeviceCaps:
     num_hosts: int = 1
     local_kernels: bool = False
     ragged: bool = True
-    gathering_combine: bool = False
 
     def __post_init__(self):
         if self.link not in LINKS:

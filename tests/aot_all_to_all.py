@@ -5,6 +5,7 @@ exchange through NCCL}, ...}. R = 16 stands for two hosts of eight. Exit status 
 wheels are absent.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -73,13 +74,14 @@ def gathered(ranks, tokens, hidden, top_k):
     import jax.numpy as jnp
 
     from jmoe import backends
-    from jmoe.backends.engine import GATHERING_ENGINE
+    from jmoe.backends.engine import ENGINE, reduce_gathering
     from jmoe.payload import row_layout
     from pallas_kernels.permute import Unsummed, gather_rows, sort_by_expert
 
     backend = backends.get_backend("nvlink_one_sided")
     sizes = dict(tokens=tokens, num_ranks=ranks, num_local=EXPERTS // ranks, top_k=top_k, axis_name="ep")
-    common = dict(backend=backend, exchange=backends.exchange_for(backend, engine=GATHERING_ENGINE, **sizes))
+    engine = dataclasses.replace(ENGINE, reduce_unsummed=reduce_gathering)  # whatever the number of rows
+    common = dict(backend=backend, exchange=backends.exchange_for(backend, engine=engine, **sizes))
 
     def run(x, ids, weights):
         plan = backend.plan(ids, common["exchange"])

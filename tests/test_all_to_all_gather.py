@@ -14,7 +14,7 @@ from quantize_emulator import POISON, Memory
 from quantize_numpy import U
 
 from jmoe import backends, compat
-from jmoe.backends.engine import ENGINE, GATHERING_ENGINE, remote_write_engine
+from jmoe.backends.engine import ENGINE, GATHERING_CAPACITY, reduce_gathering
 from jmoe.caps import DeviceCaps
 from jmoe.config import MoEConfig
 from jmoe.experts import ExpertWeights, apply_experts, apply_experts_unsummed
@@ -274,7 +274,7 @@ def gathering_engine(monkeypatch, calls, *, refuses=False):
     if refuses:
         monkeypatch.setattr(mosaic, "reason_not", lambda *_: "it is asked to refuse")
     assert backend.kernel_slot
-    return portable, dataclasses.replace(portable, reduce_unsummed=GATHERING_ENGINE.reduce_unsummed)
+    return portable, dataclasses.replace(portable, reduce_unsummed=reduce_gathering)
 
 
 @needs_kernels
@@ -332,34 +332,39 @@ def test_what_the_kernel_cannot_sum_is_named():
         )
 
 
-def test_the_summing_kernel_is_chosen_by_nobody_who_does_not_ask():
-    caps = DeviceCaps("gpu", (9, 0), 2, "nvlink")
-    assert remote_write_engine(caps) is ENGINE and ENGINE.reduce_unsummed is None
-    assert remote_write_engine(dataclasses.replace(caps, gathering_combine=True)) is GATHERING_ENGINE
-    assert remote_write_engine(dataclasses.replace(caps, gathering_combine=True, compute_capability=(8, 0))) is None
-    backend = backends.get_backend("nvlink_one_sided")
+def test_a_combine_has_a_buffer_for_sums_or_one_for_what_arrives():
+    def buffers(name, tokens, wire=None):
+        backend = backends.get_backend(name)
+        sizes = dict(tokens=tokens, num_ranks=2, num_local=4, top_k=2, axis_name="ep")
+        exchange = backends.exchange_for(backend, engine=ENGINE, **sizes)
+        found = backend.memory(row_layout(2048, "bfloat16", 2), exchange, combine_row_bytes=wire)
+        return found["combine_send"], found["combine_receive"]
 
-    def buffer(engine):
-        sizes = dict(tokens=128, num_ranks=2, num_local=4, top_k=2, axis_name="ep")
-        exchange = backends.exchange_for(backend, engine=engine, **sizes)
-        return backend.memory(row_layout(2048, "bfloat16", 2), exchange)["combine_receive"]
-
-    assert buffer(ENGINE) == 0 and buffer(GATHERING_ENGINE) == 2 * 128 * 2 * 2048
+    many, few = GATHERING_CAPACITY, GATHERING_CAPACITY - 1
+    assert buffers("nvlink_one_sided", many) == (0, 2 * many * 2 * 2048)
+    assert buffers("nvlink_one_sided", few) == (2 * few * 2 * 2048, 0)
+    assert buffers("nvlink_one_sided", many, wire=2112) == (2 * many * 2112,) * 2
+    assert buffers("low_latency", many)[1] == 0
 
 
 @needs_kernels
-def test_a_layer_that_asks_for_it_sums_in_the_exchange():
+@pytest.mark.parametrize("tokens", [GATHERING_CAPACITY, GATHERING_CAPACITY - 1])
+def test_a_layer_of_many_tokens_sums_in_the_exchange_and_says_so(tokens):
     config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=128)
     params = jax.eval_shape(lambda key: init_params(key, config, dtype=jnp.bfloat16), jax.random.key(0))
-    x = jax.ShapeDtypeStruct((32, 256), jnp.bfloat16)
+    caps = DeviceCaps("gpu", (9, 0), 2, "nvlink")
+    layer = build_moe(config, mesh=mesh_of(2), expert_axis="ep", backend="nvlink_one_sided", caps=caps)
+    x = jax.ShapeDtypeStruct((2 * tokens, 256), jnp.bfloat16)
 
-    def sums(asked, gradient):
-        caps = DeviceCaps("gpu", (9, 0), 2, "nvlink", gathering_combine=asked)
-        layer = build_moe(config, mesh=mesh_of(2), expert_axis="ep", backend="nvlink_one_sided", caps=caps)
+    def combines(gradient):
         run = lambda params, x: moe(layer, params, x).astype(jnp.float32).sum()  # noqa: E731
         traced = jax.jit(jax.value_and_grad(run) if gradient else run).trace(params, x)
         return set(re.findall(r"combine_\w+(?=_mosaic_gpu)", traced.lower(lowering_platforms=("cuda",)).as_text()))
 
-    assert sums(False, False) == sums(False, True) == {"combine_rows"}
-    assert sums(True, False) == {"combine_gathered"}
-    assert sums(True, True) == {"combine_gathered", "combine_rows"}  # the latter is the dispatch's derivative
+    joined = tokens >= GATHERING_CAPACITY
+    assert combines(False) == {"combine_gathered" if joined else "combine_rows"}
+    # combine_rows is the dispatch's derivative as well
+    assert combines(True) == ({"combine_gathered", "combine_rows"} if joined else {"combine_rows"})
+    said = " ".join(layer.explain(2 * tokens).split())
+    assert ("sums of the experts' outputs on their way" in said) == joined
+    assert ("172 against 228 us at D 2048" in said) == joined

@@ -268,19 +268,6 @@ def test_the_engine_says_which_devices_it_cannot_serve():
     assert remote_write_engine(DeviceCaps("cpu", None, 8, "host")) is None
 
 
-def test_only_the_combine_that_writes_needs_a_buffer_for_what_comes_back():
-    backend = get_backend("nvlink_one_sided")
-
-    def buffer(tokens, hidden):
-        exchange = exchange_for(
-            backend, tokens=tokens, num_ranks=2, num_local=4, top_k=2, axis_name="ep", engine=ENGINE
-        )
-        return backend.memory(row_layout(hidden, "bfloat16", 2), exchange)["combine_receive"]
-
-    assert buffer(8192, 7168) == 2 * 8192 * 2 * 7168
-    assert buffer(1024, 7168) == buffer(8192, 2048) == 0
-
-
 @pytest.mark.parametrize("wire", ["bfloat16", "mxfp8"])
 @pytest.mark.parametrize("name", ["nvlink_one_sided", "low_latency"])
 def test_every_hook_of_an_engine_leads_to_the_same_dispatch(name, wire):

@@ -49,6 +49,7 @@ class Engine:
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
     row_unit: bytes to a multiple of which received rows and their parts are rounded up.
     collects(exchange, form, row_bytes): whether `reduce` of such rows needs a buffer for what comes back.
+    gathers(exchange, form): whether `reduce_unsummed` takes the sums, which then need no buffer of their own.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Engine:
     staged: bool = False
     row_unit: int = 1
     collects: Callable[[Exchange, str, int], bool] = lambda exchange, form, row_bytes: False
+    gathers: Callable[[Exchange, str], bool] = lambda exchange, form: False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +146,12 @@ class Backend(abc.ABC):
         unit = 1 if engine is None else engine.row_unit
         parts = (layout.data_bytes, layout.row_bytes - layout.data_bytes)  # a kernel may deliver them apart
         row = sum(-(-part // unit) * unit for part in parts)
-        in_place = engine is not None and combine_row_bytes is None and not engine.collects(ex, self.form, back)
+        kernel = engine if combine_row_bytes is None else None  # of the combine
         sizes = {
             "dispatch_send": rows * layout.row_bytes if engine is None else 0,
             "dispatch_receive": rows * row,
-            "combine_send": rows * back,
-            "combine_receive": 0 if in_place else rows * back,
+            "combine_send": 0 if kernel and kernel.gathers(ex, self.form) else rows * back,
+            "combine_receive": 0 if kernel and not kernel.collects(ex, self.form, back) else rows * back,
         }
         if ex.num_hosts > 1:  # what goes to the hosts and what comes from them
             sizes["between_hosts"] = 2 * ex.num_hosts * ex.host_capacity * (layout.row_bytes + back)

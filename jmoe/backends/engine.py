@@ -5,8 +5,6 @@ T tokens on one rank, W row width, D hidden size, R ranks, E_loc experts on one 
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +24,9 @@ _UNIT = 16  # bytes; bulk copies move multiples of this
 # two H200s, 8192 rows of 14 KiB 366 against 383 us, of 8 KiB 236 against 231, of 4 KiB 157 against 130; 1024 rows of
 # 14 KiB 73 against 69.
 WRITING_BYTES, WRITING_ROW = 58e6, 12 * 1024
+# Slots of a source rank (its tokens, where none is dropped) from which the combine takes the experts' sums itself,
+# instead of a kernel before it: two H200s, K = 8, see `measured.GATHERING`; even at 1024 rows and 128, and behind at 1.
+GATHERING_CAPACITY = 2048
 
 
 def engine_reason(caps: DeviceCaps) -> str | None:
@@ -47,10 +48,7 @@ def engine_reason(caps: DeviceCaps) -> str | None:
 
 def remote_write_engine(caps: DeviceCaps | None = None) -> Engine | None:
     """The engine for these devices (None: all that JAX sees), or None where `engine_reason` names an obstacle."""
-    caps = DeviceCaps.detect() if caps is None else caps
-    if engine_reason(caps):
-        return None
-    return GATHERING_ENGINE if caps.gathering_combine else ENGINE
+    return None if engine_reason(DeviceCaps.detect() if caps is None else caps) else ENGINE
 
 
 def _padded(rows: jax.Array, width: int) -> jax.Array:
@@ -210,7 +208,7 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
             capacity=exchange.capacity,
             out_dtype=out_dtype,
         )
-    elif _collects(exchange, plan.form, width * y.dtype.itemsize):
+    elif _writes(exchange, plan.form, width * y.dtype.itemsize):
         out = mosaic_combine_push.combine_rows_pushed(
             wide, plan.slot, plan.counts, axis_name=axis, capacity=exchange.capacity, out_dtype=out_dtype
         )
@@ -221,8 +219,18 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
     return out[:, :width]
 
 
+def gathers(exchange: Exchange, form: str) -> bool:
+    """Whether combine takes the experts' sums itself, where the kernel can."""
+    return form == "standard" and exchange.capacity >= GATHERING_CAPACITY
+
+
 def reduce_unsummed(rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array | None:
-    """Experts' outputs added up on their way to the owners, and there, [T, D]; see `Engine.reduce_unsummed`."""
+    """Experts' outputs added up on their way where that is faster; see `Engine.reduce_unsummed`."""
+    return reduce_gathering(rows, plan, exchange, out_dtype) if gathers(exchange, plan.form) else None
+
+
+def reduce_gathering(rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array | None:
+    """Experts' outputs added up on their way to the owners, and there, [T, D]; None where the kernel cannot do it."""
     from pallas_kernels.all_to_all import mosaic_combine_gather
 
     y, position, weights, width = rows
@@ -244,7 +252,7 @@ def reduce_unsummed(rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: j
     )
 
 
-def _collects(exchange: Exchange, form: str, row_bytes: int) -> bool:
+def _writes(exchange: Exchange, form: str, row_bytes: int) -> bool:
     return form == "standard" and row_bytes >= WRITING_ROW and exchange.capacity * row_bytes >= WRITING_BYTES
 
 
@@ -255,11 +263,8 @@ ENGINE = Engine(
     push_encoding,
     push_apart,
     give_back=give_back,
+    reduce_unsummed=reduce_unsummed,
     row_unit=ROW_UNIT,
-    collects=_collects,
-)
-
-# For `DeviceCaps(gathering_combine=True)`: the experts' sums are taken by the kernel that sends them.
-GATHERING_ENGINE = dataclasses.replace(
-    ENGINE, reduce_unsummed=reduce_unsummed, collects=lambda exchange, form, row_bytes: form == "standard"
+    collects=lambda exchange, form, row_bytes: gathers(exchange, form) or _writes(exchange, form, row_bytes),
+    gathers=gathers,
 )

@@ -23,6 +23,7 @@ from ..plan import host_capacity
 from . import cost, table
 from .decide import BackendOptions, Decision, Experts, decide
 from .layer_cost import LayerTime, layer_seconds, rates_for
+from .measured import gathering
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +190,10 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
         host_capacity=across,
         engine=remote_write_engine(caps) if decision.transport == "kernel" else None,
     )
+    engine = exchange.engine
+    if engine is not None and decision.combine_wire not in FORMATS and engine.gathers(exchange, decision.form):
+        note = f"The combine takes the weighted sums of the experts' outputs on their way ({gathering()})."
+        decision = dataclasses.replace(decision, notes=(*decision.notes, note))
     memory = backend.memory(layout, exchange, combine_row_bytes=back if decision.combine_wire in FORMATS else None)
     if hosts > 1 and caps.local_kernels:  # reads and writes rows where they lie
         memory = memory | {"dispatch_send": 0, "combine_receive": 0}

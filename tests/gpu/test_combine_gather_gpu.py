@@ -3,6 +3,8 @@
 Run as `JMOE_TEST_GPU=1 NCCL_NVLS_ENABLE=0 pytest tests/gpu/test_combine_gather_gpu.py`.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +13,15 @@ from exchange_ranks import NEEDS_GPUS, NUM_RANKS, ROUTERS, as_bits, digest, for_
 from jax import lax
 
 from jmoe.backends import combine, dispatch_payload, exchange_for, get_backend
-from jmoe.backends.engine import ENGINE, GATHERING_ENGINE
+from jmoe.backends.engine import ENGINE, reduce_gathering
 from jmoe.payload import row_layout
 from pallas_kernels.permute import Unsummed, merge_duplicates, sort_by_expert
 
 pytestmark = NEEDS_GPUS
 
 BACKEND = get_backend("nvlink_one_sided")
+TWO_STEPS = dataclasses.replace(ENGINE, reduce_unsummed=None)
+JOINED = dataclasses.replace(ENGINE, reduce_unsummed=reduce_gathering)  # whatever the number of rows
 
 
 def exchange_by(engine, tokens, experts, top_k, capacity_factor=None):
@@ -41,9 +45,7 @@ def arrive(ids, weights, exchange):
 
 def both_ways(tokens, hidden, top_k, experts, *, out_dtype=jnp.float32, capacity_factor=None):
     """(ids, seed) of one rank -> elements in which the two forms of combine differ, rows that were sent, a digest."""
-    two_steps, joined = (
-        exchange_by(engine, tokens, experts, top_k, capacity_factor) for engine in (ENGINE, GATHERING_ENGINE)
-    )
+    two_steps, joined = (exchange_by(engine, tokens, experts, top_k, capacity_factor) for engine in (TWO_STEPS, JOINED))
 
     def run(ids, seed):
         key = jax.random.fold_in(jax.random.key(seed[0]), lax.axis_index("ep"))
