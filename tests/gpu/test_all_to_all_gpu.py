@@ -1,7 +1,7 @@
 """The remote-write kernels on two or more GPUs: every byte equals what the portable collectives deliver.
 
-Run as `JMOE_TEST_GPU=1 NCCL_NVLS_ENABLE=0 pytest tests/gpu/test_all_to_all_gpu.py`, in one process: it compiles all
-programs side by side before it begins.
+Run as `JMOE_TEST_GPU=1 NCCL_NVLS_ENABLE=0 pytest tests/gpu/test_all_to_all_gpu.py`, in one process: it compiles
+programs side by side, a batch before the first of its tests.
 """
 
 import functools
