@@ -103,7 +103,7 @@ def end_reading():
 
         llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "~{memory}", has_side_effects=True)
 
-    emit()
+    emit()  # pyright: ignore[reportCallIssue]
 
 
 def _product(data, scales, x, packed: Packed):
