@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .. import compat
 from . import lane
 from .emit import Ops, P, Pointer, U
 from .encode import encode_unit
@@ -553,7 +554,8 @@ def _row_tuning(task: Task) -> Tuning:
         # Kernels of 8192 x 4096 0.88-0.91 of copy, of `_rows` 0.80; of 16384 x 2048 0.88 and 0.83. Longer rows are not
         # better this way: 16384 x 7168 1.00 and 0.99, 4096 x 7168 0.87 and 0.89.
         group = task.units // 2
-        threads = 768 if group == 96 else 1024
+        # JAX 0.12's code, made for later linking, needs more than the 64 registers that 1024 threads leave each.
+        threads = 1024 if group != 96 and compat.REGISTERS_MOVE else 768
         if task.rows >= 2 * threads // group * _multiprocessors():
             return Tuning(threads=threads, row_threads=group, grid=_multiprocessors())
     if task.units <= 64:
