@@ -48,7 +48,7 @@ def _times(shape: str, ranks: int, figures: dict[tuple[str, int, int], Record]) 
         row = [f"{tokens:,}"]
         for name in names:
             r = figures.get((name, tokens, ranks))
-            cell = "" if r is None else _duration(r)
+            cell = "" if r is None else duration(r.seconds)
             if r is not None and base is not None and r is not base:
                 times = _seconds(base) / _seconds(r)
                 cell += f" ({times:.2f} x)" if times > 0.1 else f" ({times:.2g} x)"
@@ -66,10 +66,6 @@ def _times(shape: str, ranks: int, figures: dict[tuple[str, int, int], Record]) 
 def _seconds(r: Record) -> float:
     assert r.seconds is not None
     return r.seconds
-
-
-def _duration(r: Record) -> str:
-    return duration(r.seconds)
 
 
 def _said(records: Sequence[Record]) -> list[str]:

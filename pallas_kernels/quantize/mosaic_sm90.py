@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -306,12 +307,14 @@ def _stream(o: Ops, task: Task, refs: dict):
     o.loop(pl.cdiv(total, 2 * step), [flat, *words], two)
 
 
-def _block_max(o: Ops, top: U, scratch, warps: int) -> U:
-    """Maximum over `warps` neighbouring warps of a block of what is already the maximum of each warp."""
-    slots = Pointer(scratch, shared=True)
+def _block_max(o: Ops, top: U, slots: Pointer, warps: int, meet: Callable[[], None]) -> U:
+    """Maximum over `warps` neighbouring warps of what is already the maximum of each warp.
+
+    slots: shared memory, a word for each warp of the block. meet: waits for all of these warps.
+    """
     warp = o.thread() >> 5
     slots.at(None, 0, warp * 4).store([top], (o.thread() & 31).same(U(0)))
-    o.barrier()
+    meet()
     mine = warp // warps * warps + o.thread() % warps
     return o.warp_max(slots.at(None, 0, mine * 4).load(1)[0])
 
@@ -321,11 +324,9 @@ def _group_max(o: Ops, top: U, scratch, tune: Tuning, turn: int) -> U:
     top, warps = o.warp_max(top), tune.row_threads // 32
     if warps == 1:
         return top
-    thread, group = o.thread(), o.thread() // tune.row_threads
+    group = o.thread() // tune.row_threads
     slots = Pointer(scratch, shared=True).at(None, 0, turn * (tune.threads // 8))
-    slots.at(None, 0, (thread >> 5) * 4).store([top], (thread & 31).same(U(0)))
-    o.barrier_of(group, tune.row_threads)
-    return o.warp_max(slots.at(None, 0, (group * warps + thread % warps) * 4).load(1)[0])
+    return _block_max(o, top, slots, warps, lambda: o.barrier_of(group, tune.row_threads))
 
 
 def _row_scale(o: Ops, io: _Io, row: U, first: U, top: U) -> lane.NvScale:
@@ -366,7 +367,7 @@ def _rows(o: Ops, task: Task, refs: dict):
             top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
     top = o.warp_max(top)
     if group > 32:
-        top = _block_max(o, top, scratch, group // 32)
+        top = _block_max(o, top, Pointer(scratch, shared=True), group // 32, o.barrier)
     nv = _row_scale(o, io, row, first, top)
     if task.fmt.four_over_six:
         # Much code and many registers for a unit: a loop that reads the row again, from the first-level cache.
@@ -438,7 +439,7 @@ def _maxima(o: Ops, task: Task, refs: dict):
         amax = lane.amax_bits(o, words, kind)
         top = o.umax(top, o.where(amax >= U(lane.INF), U(0), amax))
     top = o.warp_max(top)
-    top = _block_max(o, top, scratch, tune.threads // 32)
+    top = _block_max(o, top, Pointer(scratch, shared=True), tune.threads // 32, o.barrier)
     io.refs["top"].at(o.block(), 4).store([top], o.thread().same(U(0)))
 
 
