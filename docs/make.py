@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -31,7 +32,7 @@ sys.path.append(str(Path(__file__).parent))
 from tables import layer_details, layer_text, model_text, number, table  # pyright: ignore[reportMissingImports]
 
 from jmoe import compat, support
-from jmoe.bench import BENCHES
+from jmoe.bench import BENCHES, module_name, plot
 from jmoe.bench.common import Record, read_json
 from jmoe.bench.compare import duration
 from jmoe.formats import FORMATS, bits_per_value, dequantize, quantize, sqnr
@@ -97,6 +98,7 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 JMOE = "#1b6ca8"  # colours
 PEERS = ("#d1495b", "#e0a030", "#7f7f7f", "#6a4c93", "#2e8b57", "#8c564b", "#c71585", "#3aa6a0")
+PLOTTED = ("quantize", "dispatch", "grouped-matmul")  # benchmarks that have a picture of their own in docs/figures.md
 GRIDS = {"layer": layer_text, "model": model_text}  # benchmarks whose tables have a column for each way
 MOST = 8  # lines of a benchmark without headlines that fit
 
@@ -202,6 +204,7 @@ def all_figures_text(runs: dict[str, list[Record]]) -> str:
         parts += [
             f"## {bench}",
             f"{BENCHES[bench]} ({where(records)})" + (f"; error: {errors}" if errors else ""),
+            *([f"![{bench}](figures/{plot_of(bench).name})"] if bench in PLOTTED else []),
             table(FIGURE_HEAD, [figure_row(r, records) for r in records]),
         ]
         parts += [details] if bench == "layer" and (details := layer_details(records)) else []
@@ -359,9 +362,29 @@ def fill(text: str, made: dict[str, str], path: Path) -> str:
 # --- the picture
 
 
-def digest(folder: Path = FIGURES) -> str:
-    """Of everything that the picture is made from."""
-    sources = [f for bench in sorted(BENCHES) for f in files(folder, bench)]
+def plot_of(bench: str) -> Path:
+    """The picture of one benchmark, as `jmoe bench NAME --plot` draws it."""
+    return FIGURES / f"{bench.replace('-', '_')}.png"
+
+
+def draw_plot(bench: str, records: list[Record]) -> None:
+    module, path = importlib.import_module(module_name(bench)), plot_of(bench)
+    if hasattr(module, "plot"):
+        module.plot(records, path)
+    else:
+        plot.bars(records, path, title=f"jmoe bench {bench}")
+    from PIL import Image, PngImagePlugin
+
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Source", digest(path.parent, (bench,)))
+    with Image.open(path) as image:
+        image.load()
+        image.save(path, pnginfo=info)
+
+
+def digest(folder: Path = FIGURES, benches: Sequence[str] = tuple(BENCHES)) -> str:
+    """Of everything that a picture of these benchmarks is made from."""
+    sources = [f for bench in sorted(benches) for f in files(folder, bench)]
     return hashlib.sha256(b"".join(f.name.encode() + f.read_bytes() for f in sources)).hexdigest()
 
 
@@ -446,6 +469,7 @@ def _panel(ax, title: str, group: list[Record], lines, colours: dict[str, str]) 
     ax.set_ylim(y - 0.9, -0.8)
     ax.set_xlabel(f"{group[0].unit}{', less is better' if group[0].lower_is_better else ''}", fontsize=8)
     ax.tick_params(axis="x", labelsize=8)
+    ax.xaxis.set_major_formatter("{x:,.0f}" if top < 1e6 else lambda x, _: f"{x / 1e6:g} M")
     ax.set_title(title, fontsize=8.5, loc="left")
     ax.grid(axis="x", alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
@@ -472,6 +496,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stale = [path for path, text in wanted.items() if path.read_text() != text]
     if runs and drawn_from(PICTURE) != digest():
         stale.append(PICTURE)
+    plots = {plot_of(bench): bench for bench in PLOTTED if bench in runs}
+    stale += [path for path, bench in plots.items() if drawn_from(path) != digest(FIGURES, (bench,))]
     if training() and drawn_from(CURVES) != training_digest():
         stale.append(CURVES)
     if not runs and PICTURE.exists():
@@ -484,6 +510,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         elif path == PICTURE:
             draw(runs, path)
+        elif path in plots:
+            draw_plot(plots[path], runs[plots[path]])
         elif path == CURVES:
             draw_training(path)
         else:
