@@ -336,7 +336,7 @@ def ragged(at: Tokens, slices: int) -> list[Figure]:
     chain = Chain(bench, functools.partial(exchange, None), make, calls=at.calls(remote, row_bytes), waits=False)
     xla = None
     if jax.default_backend() == "gpu" and num_ranks > 1:  # milliseconds each
-        xla = Chain(bench, functools.partial(exchange, "lax"), make, calls=2, waits=False)
+        xla = Chain(bench, functools.partial(exchange, "lax"), make, calls=2, per_turn=2, waits=False)
 
     def record(seconds: float, found: list[float]) -> Record:
         return _record(

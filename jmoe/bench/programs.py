@@ -30,6 +30,10 @@ CHAIN_SECONDS = 6e-3  # of one chain, as long as it is guessed to take
 # Chains that are timed beyond the first. The start and end of a run on two H200s cost 0.6 ms together, which several
 # runs in a row pay once: calls of 338 us in the profiler's records take 384 in one chain of 20, 353 in one of 100.
 MORE_CHAINS = 2
+# Calls in one turn of a chain's loop. XLA records a loop's body as one command buffer if it has five operations; what
+# has fewer is launched one by one, and then the host is measured: a combine of 128 rows, 20 us in a command buffer as
+# in any layer, takes 28 so. An even number, so that calls whose results and inputs change places copy nothing.
+CALLS_PER_TURN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,17 +95,32 @@ class Program:
 
 
 class Chain(Program):
-    """Calls of `step(first, *rest)` in a row. step returns the next `first`; else (waits) it waits for the result."""
+    """At least `calls` calls of `step(first, *rest)` in a row: multiples of `per_turn`, those of a turn of the loop.
 
-    def __init__(self, ranks: Ranks, step: Callable, *arguments: Any, calls: int, waits: bool = True):
-        self.timer, self.calls = ranks.timer, calls
+    step returns the next `first`; else (waits) it waits for the result.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        step: Callable,
+        *arguments: Any,
+        calls: int,
+        waits: bool = True,
+        per_turn: int = CALLS_PER_TURN,
+    ):
+        turns = -(-calls // per_turn)
+        self.timer, self.calls = ranks.timer, turns * per_turn
+        call = jax.jit(step)  # traced and lowered once for all calls of a turn
 
         def chain(first, *rest):
-            def one(_, first):
-                out = step(first, *rest)
-                return depend(first, lax.optimization_barrier(out)) if waits else out
+            def turn(_, first):
+                for _ in range(per_turn):
+                    out = call(first, *rest)
+                    first = depend(first, lax.optimization_barrier(out)) if waits else out
+                return first
 
-            return lax.fori_loop(0, calls, one, first)
+            return lax.fori_loop(0, turns, turn, first)
 
         super().__init__(ranks, chain, *arguments, donate_argnums=0)
 
