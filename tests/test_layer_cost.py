@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.backends.engine import GATHERING_CAPACITY
 from jmoe.bench.common import read_json
 from jmoe.bench.layer import VARIANTS, WIRES
 from jmoe.caps import DeviceCaps
 from jmoe.cli import main
 from jmoe.config import MoEConfig, QuantConfig
-from jmoe.policy import decide, explain
+from jmoe.policy import cost, decide, explain
 from jmoe.policy.layer_cost import layer_seconds
+from jmoe.policy.measured import GATHERING
 
 ROOT = Path(__file__).parent.parent
 HOPPER = DeviceCaps("gpu", (9, 0), 2, "nvlink", name="NVIDIA H200")
@@ -42,9 +44,26 @@ def test_more_tokens_take_longer_and_smaller_weights_less_where_they_count():
 def test_the_stages_add_up_and_the_exchange_is_that_of_the_backend():
     e = explain(QWEN, num_ranks=2, tokens=8192, caps=HOPPER).chosen
     assert e.layer.exchange == e.dispatch_seconds + e.combine_seconds > 0
-    assert e.layer.total == pytest.approx(e.layer.router + e.layer.permute + e.layer.matmuls + e.layer.exchange)
+    stages = (e.layer.router, e.layer.permute, e.layer.matmuls, e.layer.sums, e.layer.exchange)
+    assert e.layer.total == pytest.approx(sum(stages))
     text = str(explain(QWEN, num_ranks=2, tokens=8192, caps=HOPPER))
     assert "should take" in text and "moving rows" in text and "layer" in text
+
+
+def test_a_combine_that_takes_the_sums_takes_as_long_as_was_measured():
+    for hidden, seconds, apart in GATHERING:
+        config = dataclasses.replace(QWEN, hidden_size=hidden)
+        joined = explain(config, num_ranks=2, tokens=8192, caps=HOPPER).chosen
+        assert joined.layer.sums == 0 and "takes the weighted sums" in " ".join(joined.decision.notes)
+        assert 0.85 <= joined.combine_seconds / seconds <= 1.15, hidden
+        sums = layer_seconds(config, tokens=8192, num_ranks=2, caps=HOPPER).sums
+        quantised = dataclasses.replace(config, quant=QuantConfig(combine_wire="mxfp8"))
+        assert explain(quantised, num_ranks=2, tokens=8192, caps=HOPPER).chosen.layer.sums == sums > 0
+        moving = cost.exchange_seconds(joined.decision, joined.combine_bytes, HOPPER, back=True)
+        assert 0.75 <= (moving + sums) / apart <= 1.25, hidden
+        assert max(moving, sums) < joined.combine_seconds < moving + sums
+    few = explain(QWEN, num_ranks=2, tokens=GATHERING_CAPACITY - 1, caps=HOPPER).chosen.layer
+    assert few.sums > 0
 
 
 def test_advice_names_weights_that_should_be_faster():

@@ -99,6 +99,14 @@ def exchange_seconds(decision: Decision, nbytes: float, caps: DeviceCaps, *, bac
     return _interpolate(CURVES[kind], nbytes)
 
 
+def gathering_seconds(moving: float, sums: float) -> float:
+    """Of a combine that takes the experts' sums on its way, from the seconds of either alone: they overlap in part.
+
+    The exponent is fitted to `measured.GATHERING`; 1 would be one after the other, infinity the longer of the two.
+    """
+    return (moving**1.5 + sums**1.5) ** (1 / 1.5)
+
+
 def _interpolate(curve: Curve, x: float) -> float:
     """Seconds for x bytes: linear between the points in logarithms, constant below them, proportional above."""
     if x <= curve[0][0]:

@@ -46,7 +46,8 @@ class Alternative:
     rows_away: rows that leave a rank in one dispatch, on average, padding that travels included. dispatch_bytes,
     combine_bytes: those rows' bytes, for each rank and direction; host_bytes: of a dispatch, what leaves the host.
     dispatch_seconds, combine_seconds: predicted from measurements (`cost.MEASURED_ON`), None where nothing like this
-    machine was measured. layer: the same for the whole layer, by stage. memory: bytes of the exchange buffers of one
+    machine was measured; a combine's include the experts' sums where it takes them. layer: the same for the whole
+    layer, by stage. memory: bytes of the exchange buffers of one
     rank, by buffer.
     """
 
@@ -191,7 +192,8 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
         engine=remote_write_engine(caps) if decision.transport == "kernel" else None,
     )
     engine = exchange.engine
-    if engine is not None and decision.combine_wire not in FORMATS and engine.gathers(exchange, decision.form):
+    gathers = engine is not None and decision.combine_wire not in FORMATS and engine.gathers(exchange, decision.form)
+    if gathers:
         note = f"The combine takes the weighted sums of the experts' outputs on their way ({gathering()})."
         decision = dataclasses.replace(decision, notes=(*decision.notes, note))
     memory = backend.memory(layout, exchange, combine_row_bytes=back if decision.combine_wire in FORMATS else None)
@@ -203,6 +205,8 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
     combine = cost.exchange_seconds(decision, rows * back, caps, back=True)
     layer = layer_seconds(config, tokens=tokens, num_ranks=num_ranks, caps=caps)
     if layer is not None:
+        if gathers and combine is not None:
+            combine, layer = cost.gathering_seconds(combine, layer.sums), dataclasses.replace(layer, sums=0.0)
         layer = None if dispatch is None or combine is None else dataclasses.replace(layer, exchange=dispatch + combine)
     return Alternative(
         backend=decision.backend,

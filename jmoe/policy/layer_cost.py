@@ -38,16 +38,21 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
-    """Predicted seconds of one call on one rank, by stage."""
+    """Predicted seconds of one call on one rank, by stage.
+
+    permute: of moving rows into expert order. sums: of the weighted sums of the experts' outputs, 0 where the exchange
+    takes them on its way.
+    """
 
     router: float
     permute: float
     matmuls: float
+    sums: float
     exchange: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.router + self.permute + self.matmuls + self.exchange
+        return self.router + self.permute + self.matmuls + self.sums + self.exchange
 
 
 # Fitted to docs/figures/layer.json and, on two GPUs, tests/data/layer_times.json. The rate of many rows with quantised
@@ -99,6 +104,6 @@ def layer_seconds(config: MoEConfig, *, tokens: int, num_ranks: int, caps: Devic
     element = 1 if config.quant.activations is not None else 2
     gather = places * d * element + tokens * d * 2
     activation = places * f * 3 * 2 if flops == "quantised" else 0  # elsewhere the matmul of gate and up does it
-    combine = places * d * 2 + tokens * d * 2
+    sums = places * d * 2 + tokens * d * 2
     router = tokens * (2 * d + 8 * e) / rates.rows
-    return LayerTime(rates.fixed[stream] + router, (gather + activation + combine) / rates.rows, matmuls)
+    return LayerTime(rates.fixed[stream] + router, (gather + activation) / rates.rows, matmuls, sums / rates.rows)

@@ -115,7 +115,7 @@ def _decision(a: Alternative) -> list[tuple[str, str]]:
     if a.layer is not None:
         t = a.layer
         parts = [("router and launches", t.router), ("moving rows", t.permute), ("matmuls", t.matmuls)]
-        parts += [("exchange", t.exchange)] if t.exchange else []
+        parts += [(name, s) for name, s in (("sums", t.sums), ("exchange", t.exchange)) if s]
         stages = ", ".join(f"{name} {duration(s)}" for name, s in parts)
         rows.append(("should take", f"{duration(t.total)}: {stages} (from measurements on {MEASURED_ON})"))
     return rows + [("note", note) for note in d.notes]
