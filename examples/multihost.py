@@ -100,6 +100,7 @@ def train(args: argparse.Namespace) -> float:
 
     from jmoe import MoEConfig, QuantConfig, build_moe, distributed, init_params, moe
     from jmoe.caps import DeviceCaps
+    from jmoe.placement import even_placement
 
     # jax.devices() lists the devices process by process. An axis in that order is host by host.
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -117,8 +118,8 @@ def train(args: argparse.Namespace) -> float:
         print(f"{decision.backend}: {decision.transport_reason}", flush=True)
 
     # Every process asks for the same parameters, and holds those of its own devices.
-    slots = layer.num_ranks * layer.num_local
-    make = lambda: init_params(jax.random.key(0), config, num_slots=slots)  # noqa: E731
+    placement = even_placement(config.num_experts, layer.num_ranks)
+    make = lambda: init_params(jax.random.key(0), config, placement=placement)  # noqa: E731
     shapes = jax.eval_shape(make)
     place = lambda path, _: by_rank if path[0].name == "experts" else everywhere  # noqa: E731
     params = jax.jit(make, out_shardings=jax.tree_util.tree_map_with_path(place, shapes))()

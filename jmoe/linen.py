@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from .backends import Axis
+from .check import check_placement
 from .config import MoEConfig
 from .experts import ExpertWeights
 from .layer import MoELayer, build_moe, mesh_in_context, moe, moe_with_stats
@@ -19,9 +20,9 @@ from .router import MoEStats
 class MoE(linen.Module):
     """A Mixture-of-Experts layer, expert-parallel over one axis of a mesh.
 
-    Arguments: those of `jmoe.nn.MoE`. Collections: "params" holds router, gate_up, down and the optional biases and
-    shared expert; "moe_state" holds correction_bias, which gradients do not touch. Losses and counts:
-    `module.apply(variables, x, method="call_with_stats")`.
+    Arguments: those of `jmoe.nn.MoE` but for rngs and init. Collections: "params" holds router, gate_up, down and the
+    optional biases and shared expert; "moe_state" holds correction_bias, which gradients do not touch. Losses and
+    counts: `module.apply(variables, x, method="call_with_stats")`.
     """
 
     config: MoEConfig
@@ -46,10 +47,10 @@ class MoE(linen.Module):
 
     def setup(self):
         """Declares the parameters; called by Flax."""
-        slots = self.layer.num_ranks * self.layer.num_local
+        placement = check_placement(self.layer, None)
 
         def init(key) -> MoEParams:
-            return init_params(key, self.config, dtype=self.param_dtype, num_slots=slots)
+            return init_params(key, self.config, dtype=self.param_dtype, placement=placement)
 
         shapes = jax.eval_shape(init, jax.random.key(0))
         leaf = {name: getattr(shapes, name) for name in DENSE_PARTS} | {

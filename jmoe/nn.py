@@ -16,6 +16,7 @@ from flax import nnx
 from pallas_kernels.quantize import QTensor
 
 from .backends import Axis
+from .check import check_placement
 from .config import MoEConfig
 from .experts import ExpertWeights
 from .layer import MoELayer, axis_names, build_moe, mesh_in_context, moe, moe_with_stats
@@ -44,13 +45,14 @@ class MoE(nnx.Module):
     Arguments:
         config: MoEConfig.
         backend: how tokens move: a backend's name, or "auto".
-        mesh: the mesh, or None for the one in context (`jax.set_mesh`) when the layer is called; without any, or where
-            it has no axis called `expert_axis`, the layer runs on one rank.
+        mesh: the mesh, or None for the one in context (`jax.set_mesh`) when the layer is called; without any the layer
+            runs on one rank. A mesh without `expert_axis` is refused, except for backend="local".
         expert_axis: the mesh axis (or axes) that the experts are spread over.
         token_axes: the mesh axes that the tokens are spread over (None: all axes of the mesh).
         overlap_chunks: parts of the tokens that are exchanged one after another; see `build_moe`.
         param_dtype: dtype of the parameters. The computation's dtype is `config.dtype`.
-        init: function (key, config, *, dtype, num_slots) -> MoEParams.
+        init: function (key, config, *, dtype, placement) -> MoEParams, as `init_params`. placement: None, or where
+            experts that do not divide into the ranks are to be.
         rngs: nnx.Rngs; one key of its "params" stream is used.
 
     Attributes: router [E, D], gate_up [P, 2, F, D] (index 0 gate, 1 up), down [P, D, F]; where the configuration has
@@ -73,9 +75,8 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self._configure(config, backend, mesh, expert_axis, token_axes, overlap_chunks)
-        ranks = self.layer.num_ranks
-        slots = -(-config.num_experts // ranks) * ranks
-        self._set(init(rngs.params(), config, dtype=param_dtype, num_slots=slots))
+        placement = check_placement(self.layer, None)
+        self._set(init(rngs.params(), config, dtype=param_dtype, placement=placement))
 
     @classmethod
     def from_params(cls, config: MoEConfig, params: MoEParams, **kwargs) -> MoE:

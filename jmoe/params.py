@@ -14,6 +14,7 @@ from pallas_kernels.quantize import QTensor
 
 from .config import MoEConfig
 from .experts import ExpertWeights
+from .placement import Placement, to_physical_order
 
 # Names of the arrays that a Flax module trains: those of MoEParams itself, and those of its experts.
 DENSE_PARTS = ("router", "router_bias", "shared_gate_up", "shared_down", "shared_gate")
@@ -43,20 +44,24 @@ def _fan_in(key, shape, dtype):
     )
 
 
-def init_params(key: jax.Array, config: MoEConfig, *, dtype=jnp.float32, num_slots: int | None = None) -> MoEParams:
+def init_params(
+    key: jax.Array, config: MoEConfig, *, dtype=jnp.float32, placement: Placement | None = None
+) -> MoEParams:
     """Random parameters: truncated normal, variance 1/fan_in; biases zero.
 
-    num_slots: physical expert slots P (default: the number of experts); slot p holds expert p.
+    placement: brings the experts into its physical order, P slots with zeros in those that are unused (None: E experts
+    in their own order). An expert's numbers are the same in both. ValueError for a placement of other experts.
     """
-    d, f, e = config.hidden_size, config.intermediate_size, config.num_experts
-    p, fs = num_slots or e, config.shared_intermediate_size
+    d, f, e, fs = config.hidden_size, config.intermediate_size, config.num_experts, config.shared_intermediate_size
     keys = iter(jax.random.split(key, 6))
     experts = ExpertWeights(
-        gate_up=_fan_in(next(keys), (p, 2, f, d), dtype),
-        down=_fan_in(next(keys), (p, d, f), dtype),
-        gate_up_bias=jnp.zeros((p, 2, f), dtype) if config.use_bias else None,
-        down_bias=jnp.zeros((p, d), dtype) if config.use_bias else None,
+        gate_up=_fan_in(next(keys), (e, 2, f, d), dtype),
+        down=_fan_in(next(keys), (e, d, f), dtype),
+        gate_up_bias=jnp.zeros((e, 2, f), dtype) if config.use_bias else None,
+        down_bias=jnp.zeros((e, d), dtype) if config.use_bias else None,
     )
+    if placement is not None:
+        experts = jax.tree.map(lambda leaf: to_physical_order(leaf, placement), experts)
     return MoEParams(
         router=_fan_in(next(keys), (e, d), dtype),
         experts=experts,

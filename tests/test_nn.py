@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from jmoe import MoEConfig, QuantConfig, RouterConfig
+from jmoe import MoEConfig, QuantConfig, RouterConfig, even_placement
 from jmoe import linen as jmoe_linen
 from jmoe.nn import MoE, QuantizedParam, quantize_experts
 
@@ -83,6 +83,22 @@ def test_parameters_are_sharded_where_a_mesh_is_in_context_and_plain_elsewhere()
         many = nnx.jit(lambda m, x: m(x))(module, X)
     one = nnx.jit(lambda m, x: m(x))(MoE(CONFIG, rngs=nnx.Rngs(0)), X)
     chex.assert_trees_all_close(np.asarray(many), np.asarray(one), rtol=1e-5, atol=1e-5)
+
+
+def test_a_seed_makes_the_same_model_on_any_number_of_ranks_also_where_experts_do_not_divide():
+    config = dataclasses.replace(RICH, num_experts=6)
+    one = MoE(config, rngs=nnx.Rngs(0))
+    alone = nnx.jit(lambda m, x: m(x))(one, X)
+    linen = [jmoe_linen.MoE(config, mesh=mesh) for mesh in (None, mesh_of(4))]
+    outputs = [jax.jit(m.apply)(jax.jit(m.init)(jax.random.key(0), X), X) for m in linen]
+    np.testing.assert_allclose(np.asarray(outputs[1]), np.asarray(outputs[0]), rtol=1e-5, atol=1e-6)
+    for ranks in (4, 8):
+        module = MoE(config, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
+        assert module.gate_up.shape == (8, 2, 32, 32)
+        got = nnx.jit(lambda m, x: m(x))(module, X)
+        np.testing.assert_allclose(np.asarray(got), np.asarray(alone), rtol=1e-5, atol=1e-6)
+        order = np.asarray(even_placement(6, ranks).replicas)[:, 0]  # as docs/flax.md saves them
+        np.testing.assert_array_equal(np.asarray(module.down[...])[order], np.asarray(one.down[...]))
 
 
 def test_an_explicit_mesh_argument_needs_no_context():
