@@ -156,6 +156,11 @@ def row_layout(hidden: int, wire: str, top_k: int, *, mx_alignment: int = 0) -> 
     return RowLayout(hidden, wire, top_k, columns)
 
 
+def return_layout(hidden: int, wire: str) -> RowLayout:
+    """The row of an expert's output that travels back as `wire`: no ids, no weights."""
+    return row_layout(hidden, wire, 0, mx_alignment=32)
+
+
 def wire_names() -> tuple[str, ...]:
     """Everything that can travel: float dtypes and the formats whose scales belong to single rows."""
     return (*FLOAT_WIRES, *(f.name for f in FORMATS.values() if f.block_rows == 1))
@@ -175,6 +180,15 @@ def from_bytes(raw: jax.Array, dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(raw, dtype)
 
 
+def check_choices(ids: jax.Array, weights: jax.Array, layout: RowLayout) -> None:
+    """Raises ValueError for ids and weights that are not what the layout says."""
+    if ids.shape[-1] != layout.top_k or weights.shape != ids.shape:
+        raise ValueError(
+            f"ids {ids.shape} and weights {weights.shape} do not fit a row of top_k={layout.top_k}; give [T, K] of "
+            "both, or make the layout for this K."
+        )
+
+
 def pack(x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, layout: RowLayout) -> jax.Array:
     """Rows of T tokens.
 
@@ -185,11 +199,7 @@ def pack(x: jax.Array | QTensor, ids: jax.Array, weights: jax.Array, layout: Row
       uint8 [T, row_bytes].
     Raises ValueError for rows that are not what the layout says.
     """
-    if ids.shape[-1] != layout.top_k or weights.shape != ids.shape:
-        raise ValueError(
-            f"ids {ids.shape} and weights {weights.shape} do not fit a row of top_k={layout.top_k}; give [T, K] of "
-            "both, or make the layout for this K."
-        )
+    check_choices(ids, weights, layout)
     parts: list[tuple[int, jax.Array]] = [(layout.ids_offset, ids.astype(jnp.int32))]
     parts.append((layout.weights_offset, weights.astype(jnp.float32)))
     if isinstance(x, QTensor):

@@ -26,6 +26,8 @@ EXCHANGES = {
     "batched fp8_128": ("low_latency", "fp8_128", 16, 1),
     "inside two hosts": ("nvlink_one_sided", "mxfp8", 128, 2),
 }
+# name -> (tokens, dtype of the rows): as "one-sided bfloat16", but the rows come back as MXFP8
+BACK = {"one-sided, back as mxfp8": (128, "bfloat16"), "one-sided, back as mxfp8 from float32": (8192, "float32")}
 # name -> (tokens, hidden size, top-k): a combine that sums the experts' rows itself
 GATHERED = {
     "gathered 2048, many": (8192, 2048, 8),
@@ -36,10 +38,8 @@ GATHERED = {
 BETWEEN_HOSTS = {"between two hosts": ("nvlink_one_sided", "mxfp8", 128, 2)}  # 16 ranks: no kernel, processes apart
 
 
-def exchange_of(ranks, backend, wire, tokens, hosts, axis):
-    """A function of one rank's (x, ids, weights): dispatch, experts that give their rows back, combine."""
-    import jax.numpy as jnp
-
+def exchange_of(ranks, backend, wire, tokens, hosts, axis, back=None, dtype="bfloat16"):
+    """A function of one rank's (x, ids, weights): dispatch, experts that give their rows back, combine as `back`."""
     from jmoe import backends
     from jmoe.backends.engine import ENGINE
     from jmoe.backends.hierarchical import hierarchical_engine
@@ -63,8 +63,8 @@ def exchange_of(ranks, backend, wire, tokens, hosts, axis):
         plan = backend.plan(ids, exchange)
         common = dict(backend=backend, exchange=exchange)
         got = backends.dispatch_payload(x, ids, weights, plan, layout=layout, **common)
-        y = decode_rows(got.x, jnp.bfloat16)
-        return backends.combine(y, weights, plan, recv_ids=got.ids, **common)
+        y = decode_rows(got.x, dtype)
+        return backends.combine(y, weights, plan, recv_ids=got.ids, wire=back, **common)
 
     return run
 
@@ -122,6 +122,9 @@ def main(ranks: int) -> int:
         axis = "ep" if hosts == 1 or ranks == 16 else ("host", "local")
         run = exchange_of(ranks, backend, wire, tokens, hosts, axis)
         programs.append((label, axis, hosts, run, tokens, HIDDEN, TOP_K))
+    for label, (tokens, dtype) in ({} if ranks == 16 else BACK).items():
+        run = exchange_of(ranks, "nvlink_one_sided", "bfloat16", tokens, 1, "ep", "mxfp8", dtype)
+        programs.append((label, "ep", 1, run, tokens, HIDDEN, TOP_K))
     for label, shape in ({} if ranks == 16 else GATHERED).items():
         programs.append((label, "ep", 1, gathered(ranks, *shape), *shape))
     report = {}

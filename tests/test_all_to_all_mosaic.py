@@ -17,7 +17,7 @@ from jmoe.backends.base import received_valid
 from jmoe.backends.combine import decoder, returned
 from jmoe.backends.engine import ENGINE, ROW_UNIT, engine_reason, remote_write_engine
 from jmoe.caps import DeviceCaps
-from jmoe.payload import pack, row_layout
+from jmoe.payload import pack, return_layout, row_layout
 from pallas_kernels.all_to_all import mosaic_encode as encode
 from pallas_kernels.quantize import FORMATS
 from pallas_kernels.quantize.reference import quantize
@@ -113,8 +113,20 @@ def kernels(ranks, tokens=16):
             [((ranks * tokens, 2880), bf16), ((tokens, ranks), i32)],
         ),
         "push_apart": (
-            lambda x, tail, slot, counts: mosaic_push.push_apart((x, tail), slot, counts, **common),
-            [((tokens, 2880), bf16), ((tokens, 64), u8), ((tokens, ranks), i32), ((ranks,), i32)],
+            lambda x, a, b, slot, counts: mosaic_push.push_apart((x, (a, b)), slot, counts, **common),
+            [((tokens, 2880), bf16), *[((tokens, 8), i32)] * 2, ((tokens, ranks), i32), ((ranks,), i32)],
+        ),
+        "push_apart, batched, copied at the receiver": (
+            lambda x, tail, target, slot, counts: mosaic_push.push_apart(
+                (x, tail), slot, counts, target=target, fan_out=True, **batched
+            ),
+            [
+                ((tokens, 2880), bf16),
+                ((tokens, 64), u8),
+                ((tokens, 4), i32),
+                ((tokens, 4), i32),
+                ((2 * ranks,), i32),
+            ],
         ),
         "push_apart, batched": (
             lambda x, tail, target, slot, counts: mosaic_push.push_apart(
@@ -154,16 +166,24 @@ def kernels(ranks, tokens=16):
             [((tokens, 64), bf16), ((tokens, 64), bf16)] + [((3 * ranks,), i32)] * 3,
         ),
     }
+    back = return_layout(2880, "mxfp8")
+    row = encode.PackedRow(back.scale_offset, back.row_scale_offset, back.ids_offset, back.row_bytes)
+    cases["push_back_quantized"] = (
+        functools.partial(mosaic_push_quantized.push_back_quantized, fmt="mxfp8", layout=row, axis_name="ep"),
+        [((ranks * tokens, 2880), jnp.float32), ((ranks,), i32)],
+    )
     for name, width in (("mxfp8", 2880), ("nvfp4_token", 2880), ("fp8_128", 4096), ("nvfp4_token_4o6", 2048)):
         layout = row_layout(width, name, 4)
         row = encode.PackedRow(layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes)
+        tail = row.row_bytes - row.tail_start
+        tails = (16, tail - 16) if name == "fp8_128" else (tail,)
         cases[name] = (
-            functools.partial(
-                mosaic_push_quantized.push_quantized, fmt=name, layout=row, apart=name == "fp8_128", **common
+            lambda x, *rest, name=name, row=row, tails=tails: mosaic_push_quantized.push_quantized(
+                x, rest[: len(tails)], *rest[len(tails) :], fmt=name, layout=row, apart=name == "fp8_128", **common
             ),
             [
                 ((tokens, width), bf16),
-                ((tokens, row.row_bytes - row.tail_start), u8),
+                *[((tokens, n), u8) for n in tails],
                 ((tokens, ranks), i32),
                 ((ranks,), i32),
             ],
@@ -287,7 +307,8 @@ def test_every_hook_of_an_engine_leads_to_the_same_dispatch(name, wire):
         filled = received_valid(backend, counts, plan, portable(exchange))[:, None]
         return jnp.where(filled, out, jnp.ones((), out.dtype)), counts  # garbage where nothing arrived
 
-    def push_apart(x, tail, plan, exchange):
+    def push_apart(x, ids, weights, plan, exchange):
+        tail = pack(x[:, :0], ids, weights, dataclasses.replace(layout, columns=0))
         return push(x, plan, exchange)[0], *push(tail, plan, exchange)
 
     def push_encoding(x, ids, weights, plan, exchange, layout):

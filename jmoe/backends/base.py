@@ -38,12 +38,14 @@ class Engine:
     push_encoding(x [T, D], ids, weights, plan, exchange, layout) -> (rows uint8 [N, row_bytes], counts, None): `push`
         of the packed rows, quantised and packed on the way, with the same bytes; or (rows without their data, counts,
         data uint8 [N, data_bytes]). None where it cannot do that for these rows and this layout.
-    push_apart(x [T, D], tail uint8 [T, ...], plan, exchange): two arrays at once, ([N, D], [N, ...], counts), so that
-        float rows need neither packing nor unpacking; None where it cannot do that.
+    push_apart(x [T, D], ids int32 [T, K], weights f32 [T, K], plan, exchange): float rows that need neither packing nor
+        unpacking, ([N, D], what follows the data in a packed row as bytes or words [N, ...], counts); None where it
+        cannot do that.
     give_back(rows [N, W], counts int32 [R] or [E_loc, R], plan, exchange) -> [S, C, W]: what `Backend.give_back`
         returns for the first `counts` rows of each source; slots that nobody filled may hold garbage.
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
-    reduce_as(y, weights, plan, exchange, out_dtype, wire): `reduce` with a quantised wire.
+    reduce_as(y, weights, plan, exchange, out_dtype, wire, counts): `reduce` of float rows that travel quantised, counts
+        int32 [R] or [E_loc, R] of them real; None where it cannot do that.
     reduce_unsummed(rows, plan, exchange, out_dtype) -> [T, D]: `reduce` of `rows.summed(exchange.dtype)`, bit for bit,
         without making them first; None where it cannot do that for these rows. Not differentiated.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
@@ -59,7 +61,7 @@ class Engine:
     push_apart: Callable[..., tuple[jax.Array, jax.Array, jax.Array] | None] | None = None
     give_back: Callable[[jax.Array, jax.Array, Plan, Exchange], jax.Array] | None = None
     prepare: Callable[[Plan, Exchange], Plan] | None = None
-    reduce_as: Callable[..., jax.Array] | None = None
+    reduce_as: Callable[..., jax.Array | None] | None = None
     reduce_unsummed: Callable[[Unsummed, Plan, Exchange, jnp.dtype], jax.Array | None] | None = None
     words: str = ""
     staged: bool = False
@@ -207,10 +209,13 @@ class Backend(abc.ABC):
         """`give_back` of the rows that have an id, by the exchange's kernel if it has one; other slots hold garbage."""
         if ex.engine is None or ex.engine.give_back is None or not self.kernel_slot:
             return self.give_back(y, plan, ex)
+        return ex.engine.give_back(y, self.received_counts(recv_ids, ex), plan, ex)
+
+    def received_counts(self, recv_ids: jax.Array, ex: Exchange) -> jax.Array:
+        """Rows that have an id, of each source: int32 [R], or (batched) [E_loc, R] for each local expert."""
         shape = (ex.num_ranks, ex.capacity)
         shape = (ex.num_local, *shape) if self.form == "batched" else shape
-        counts = jnp.sum(jnp.any(recv_ids >= 0, axis=1).reshape(shape), axis=-1, dtype=jnp.int32)
-        return ex.engine.give_back(y, counts, plan, ex)
+        return jnp.sum(jnp.any(recv_ids >= 0, axis=1).reshape(shape), axis=-1, dtype=jnp.int32)
 
     def fill_slots(self, x: jax.Array, plan: Plan, *, fill: jax.Array | None = None) -> jax.Array:
         """Rows [T, W] in the slots of the plan, [S, C, W]; empty slots hold `fill` [W] or zeros."""

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jmoe.payload import RowLayout, row_layout, unpack_data
+from jmoe.payload import return_layout, unpack_data
 from jmoe.plan import Plan, merge_weights
 from pallas_kernels.permute import Unsummed
 
@@ -98,12 +98,14 @@ _combine_unsummed.defvjp(_combine_unsummed_fwd, _combine_unsummed_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids):
     engine = exchange.engine if backend.kernel_slot else None
-    if engine is not None and (wire is None or engine.reduce_as is not None):
-        applied = merge_weights(weights, plan) if backend.form == "batched" else None
-        if wire is None:
-            return engine.reduce(y.astype(exchange.dtype), applied, plan, exchange, out_dtype)
-        assert engine.reduce_as is not None
-        return engine.reduce_as(y.astype(exchange.dtype), applied, plan, exchange, out_dtype, wire=wire)
+    applied = merge_weights(weights, plan) if engine is not None and backend.form == "batched" else None
+    if engine is not None and wire is None:
+        return engine.reduce(y.astype(exchange.dtype), applied, plan, exchange, out_dtype)
+    if engine is not None and engine.reduce_as is not None:
+        counts = backend.received_counts(recv_ids, exchange)
+        out = engine.reduce_as(y, applied, plan, exchange, out_dtype, wire=wire, counts=counts)
+        if out is not None:
+            return out
     if wire is None:
         total = backend.collective_sum(_real_rows(y, recv_ids).astype(jnp.float32), exchange)
         if total is not None:
@@ -126,18 +128,14 @@ def returned(backend, exchange, wire, y, plan, recv_ids) -> jax.Array:
 def pack_returned(y: jax.Array, wire: str) -> jax.Array:
     """Rows [N, D] as they travel back in a quantised format: uint8 [N, row]."""
     nothing = jnp.zeros((y.shape[0], 0), jnp.int32)
-    return pack_rows(y, nothing, nothing.astype(jnp.float32), _return_layout(y.shape[1], wire), axis_name=None)[0]
-
-
-def _return_layout(hidden: int, wire: str) -> RowLayout:
-    return row_layout(hidden, wire, 0, mx_alignment=32)
+    return pack_rows(y, nothing, nothing.astype(jnp.float32), return_layout(y.shape[1], wire), axis_name=None)[0]
 
 
 def decoder(hidden: int, wire: str | None):
     """Rows as they came back to float32 [T, D]."""
     if wire is None:
         return lambda rows: rows.astype(jnp.float32)
-    layout = _return_layout(hidden, wire)
+    layout = return_layout(hidden, wire)
     return lambda rows: decode_rows(unpack_data(rows, layout), jnp.float32)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jmoe.payload import RowLayout, pack, row_layout, unpack, unpack_data, unpack_weights
+from jmoe.payload import RowLayout, check_choices, pack, row_layout, unpack, unpack_data, unpack_weights
 from jmoe.plan import Plan
 from pallas_kernels.derivatives import first_only
 from pallas_kernels.quantize import QTensor
@@ -73,8 +73,8 @@ def start(
             return InFlight(sent[0], sent[1], None, sent[2])
     if engine is not None and engine.push_apart is not None and layout.format is None:
         assert not isinstance(x, QTensor)  # whose layout names a format
-        tail = pack(x[:, :0].astype(layout.dtype), ids, weights, dataclasses.replace(layout, columns=0))
-        apart = engine.push_apart(x.astype(layout.dtype), tail, plan, exchange)
+        check_choices(ids, weights, layout)
+        apart = engine.push_apart(x.astype(layout.dtype), ids, weights, plan, exchange)
         if apart is not None:
             return InFlight(apart[1], apart[2], None, apart[0])
     rows, global_scale = pack_rows(x, ids, weights, layout, axis_name=exchange.axis_name, global_scale=global_scale)

@@ -5,12 +5,14 @@ T tokens on one rank, W row width, D hidden size, R ranks, E_loc experts on one 
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jmoe.caps import DeviceCaps
-from jmoe.payload import RowLayout, from_bytes, to_bytes
+from jmoe.payload import RowLayout, from_bytes, return_layout, to_bytes
 from jmoe.plan import Plan
 from pallas_kernels.permute import Unsummed
 from pallas_kernels.quantize import QTensor
@@ -27,6 +29,11 @@ WRITING_BYTES, WRITING_ROW = 58e6, 12 * 1024
 # Slots of a source rank (its tokens, where none is dropped) from which the combine takes the experts' sums itself,
 # instead of a kernel before it: two H200s, K = 8, see `measured.GATHERING`; even at 1024 rows and 128, and behind at 1.
 GATHERING_CAPACITY = 2048
+
+
+# Bytes of a batched dispatch's data that would cross the link, from which it crosses once for each rank and is copied
+# there to the token's other experts.
+FAN_OUT_BYTES = math.inf
 
 
 def engine_reason(caps: DeviceCaps) -> str | None:
@@ -87,6 +94,26 @@ def push(rows: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, ja
     return out[..., :width], counts
 
 
+def _fans_out(plan: Plan, exchange: Exchange, data_bytes: int) -> bool:
+    """Whether a batched dispatch of rows of so many bytes copies them at the receiver."""
+    from pallas_kernels.all_to_all.mosaic_common import Form, Schedule
+    from pallas_kernels.all_to_all.mosaic_fan_out import FanOut
+
+    tokens, top_k = plan.slot.shape
+    away = (exchange.num_ranks - 1) / exchange.num_ranks
+    if plan.form != "batched" or tokens * top_k * data_bytes * away < FAN_OUT_BYTES:
+        return False
+    assert isinstance(exchange.axis_name, str)
+    form = Form(exchange.axis_name, exchange.num_ranks, exchange.capacity, exchange.num_local)
+    return FanOut(form, tokens, top_k, Schedule.for_tokens(tokens).blocks).obstacle is None
+
+
+def packed_row(layout: RowLayout):
+    from pallas_kernels.all_to_all.mosaic_encode import PackedRow
+
+    return PackedRow(layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes)
+
+
 def push_encoding(
     x: jax.Array | QTensor,
     ids: jax.Array,
@@ -103,12 +130,13 @@ def push_encoding(
         return None
     if mosaic_push_quantized.reason_not(x.shape, x.dtype, fmt):
         return None
-    row = mosaic_push_quantized.PackedRow(
-        layout.scale_offset, layout.row_scale_offset, layout.ids_offset, layout.row_bytes
-    )
-    tail = jnp.concatenate([to_bytes(ids.astype(jnp.int32)), to_bytes(weights.astype(jnp.float32))], axis=1)
+    row = packed_row(layout)
+    tail = to_bytes(ids.astype(jnp.int32)), to_bytes(weights.astype(jnp.float32))
     before = layout.ids_offset - row.tail_start
-    tail = jnp.pad(tail, ((0, 0), (before, layout.row_bytes - layout.ids_offset - tail.shape[1])))
+    if before or tail[0].shape[1] % _UNIT:  # what bulk copies cannot move side by side is joined before
+        joined = jnp.concatenate(tail, axis=1)
+        after = layout.row_bytes - layout.ids_offset - joined.shape[1]
+        tail = (jnp.pad(joined, ((0, 0), (before, after))),)
     assert isinstance(exchange.axis_name, str)
     batched = plan.form == "batched"
     (data, rest), counts = mosaic_push_quantized.push_quantized(
@@ -124,22 +152,27 @@ def push_encoding(
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
         apart=True,
+        fan_out=_fans_out(plan, exchange, layout.data_bytes),
     )
     return from_bytes(rest.reshape(-1, rest.shape[-1]), jnp.int32), counts, data.reshape(-1, layout.data_bytes)
 
 
 def push_apart(
-    x: jax.Array, tail: jax.Array, plan: Plan, exchange: Exchange
+    x: jax.Array, ids: jax.Array, weights: jax.Array, plan: Plan, exchange: Exchange
 ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
-    """Rows [T, D] and what belongs to them, [T, ...], at once; see `Engine.push_apart`. The latter comes in words."""
+    """Rows [T, D], and ids and weights [T, K] side by side in words; see `Engine.push_apart`."""
     from pallas_kernels.all_to_all import mosaic_push
 
-    if x.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT or tail.shape[1] % _UNIT:
+    if x.size == 0 or ids.size == 0 or x.shape[1] * x.dtype.itemsize % _UNIT:
         return None
+    words = ids.astype(jnp.int32), lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)
+    unit = _UNIT // 4
+    if ids.shape[1] % unit:  # what bulk copies cannot move side by side is joined before
+        words = (_padded(jnp.concatenate(words, axis=1), -(-2 * ids.shape[1] // unit) * unit),)
     assert isinstance(exchange.axis_name, str)
     batched = plan.form == "batched"
     (data, rest), counts = mosaic_push.push_apart(
-        (x, from_bytes(tail, jnp.int32)),
+        (x, words),
         plan.slot,
         plan.counts,
         axis_name=exchange.axis_name,
@@ -147,8 +180,9 @@ def push_apart(
         target=plan.target if batched else None,
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
+        fan_out=_fans_out(plan, exchange, x.shape[1] * x.dtype.itemsize),
     )
-    return data.reshape(-1, x.shape[1]), rest.reshape(-1, tail.shape[1] // 4), counts
+    return data.reshape(-1, x.shape[1]), rest.reshape(-1, rest.shape[-1]), counts
 
 
 def give_back(rows: jax.Array, counts: jax.Array, plan: Plan, exchange: Exchange) -> jax.Array:
@@ -219,6 +253,37 @@ def reduce(y: jax.Array, weights: jax.Array | None, plan: Plan, exchange: Exchan
     return out[:, :width]
 
 
+def reduce_as(
+    y: jax.Array,
+    weights: jax.Array | None,
+    plan: Plan,
+    exchange: Exchange,
+    out_dtype: jnp.dtype,
+    *,
+    wire: str,
+    counts: jax.Array,
+) -> jax.Array | None:
+    """Experts' rows y [N, D] quantised on their way to the owners and added up there; see `Engine.reduce_as`."""
+    from pallas_kernels.all_to_all import mosaic_push_quantized, mosaic_sum_packed
+
+    if exchange.num_ranks == 1 or plan.form != "standard" or plan.num_tokens == 0 or y.size == 0:
+        return None
+    layout = return_layout(y.shape[1], wire)
+    fmt = layout.format
+    if fmt is None or layout.columns != layout.hidden:
+        return None
+    if mosaic_push_quantized.reason_not(y.shape, y.dtype, fmt):
+        return None
+    if mosaic_sum_packed.reason_not(fmt, layout.hidden, out_dtype):
+        return None
+    assert isinstance(exchange.axis_name, str)
+    row = packed_row(layout)
+    rows = mosaic_push_quantized.push_back_quantized(y, counts, fmt=fmt, layout=row, axis_name=exchange.axis_name)
+    return mosaic_sum_packed.sum_rows_packed(
+        rows, plan.slot, columns=layout.hidden, fmt=fmt, layout=row, out_dtype=out_dtype
+    )
+
+
 def gathers(exchange: Exchange, form: str) -> bool:
     """Whether combine takes the experts' sums itself, where the kernel can."""
     return form == "standard" and exchange.capacity >= GATHERING_CAPACITY
@@ -263,6 +328,7 @@ ENGINE = Engine(
     push_encoding,
     push_apart,
     give_back=give_back,
+    reduce_as=reduce_as,
     reduce_unsummed=reduce_unsummed,
     row_unit=ROW_UNIT,
     collects=lambda exchange, form, row_bytes: gathers(exchange, form) or _writes(exchange, form, row_bytes),

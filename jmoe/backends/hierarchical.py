@@ -132,11 +132,14 @@ def _reduce(
     ex: Exchange,
     out_dtype: jnp.dtype,
     wire: str | None,
+    counts: jax.Array | None = None,
 ) -> jax.Array:
     """Experts' rows y [N, D] added up inside their host, then at their owners, [T, D]; see `Engine.reduce`.
 
-    wire: None sends the hosts' sums in y's dtype, else the format in which they travel.
+    wire: None sends the hosts' sums in y's dtype, else the format in which they travel. counts: not needed.
     """
+    del counts
+    y = y.astype(ex.dtype)
     two, (outer, inside) = _steps(plan), levels(plan, ex)
     if weights is not None:  # the owner's weights go where the rows are added
         weights = _BETWEEN.send(weights, two.between, outer)

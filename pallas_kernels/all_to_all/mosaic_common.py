@@ -161,6 +161,15 @@ class Form:
     def num_counts(self) -> int:
         return self.num_ranks * (self.num_local or 1)
 
+    def turns(self, tokens: int, *tables):
+        """How many rows are looked at, by all blocks together."""
+        del tables
+        return int32(tokens)
+
+    def row(self, turn):
+        """The row of a turn."""
+        return turn
+
     def shaped(self, out: jax.Array) -> jax.Array:
         """Rows [R * C, W] as [R, C, W], or batched as [E_loc, R * C, W]."""
         if self.num_local is None:
@@ -170,6 +179,40 @@ class Form:
     def shaped_counts(self, counts: jax.Array) -> jax.Array:
         """Received counts as int32 [R], or batched as [E_loc, R]."""
         return counts if self.num_local is None else counts.reshape(self.num_ranks, self.num_local).T
+
+
+@dataclasses.dataclass(frozen=True)
+class WayBack(Form):
+    """Rows as `Form` delivered them, [R * C, ...] by source, go back to the slots of their sources.
+
+    The table says how many came from each rank, int32 [R]. Turns visit the ranks after the own one in turn, so that
+    the link always has something to do.
+    """
+
+    def turns(self, tokens: int, *tables):
+        (received_ref,) = tables
+        longest = received_ref[0]
+        for rank in range(1, self.num_ranks):
+            longest = jnp.maximum(longest, received_ref[rank])
+        return longest * int32(self.num_ranks)
+
+    def _place(self, turn):
+        slot = lax.div(turn, int32(self.num_ranks))
+        step = turn - slot * int32(self.num_ranks) + int32(1)
+        return peer_of(lax.axis_index(self.axis_name), step, self.num_ranks), slot
+
+    def row(self, turn):
+        peer, slot = self._place(turn)
+        return peer * int32(self.capacity) + slot
+
+    @property
+    def places(self):
+        def places(turn, received_ref):
+            peer, slot = self._place(turn)
+            here = lax.axis_index(self.axis_name) * int32(self.capacity) + slot
+            return [(peer, jnp.where(slot < received_ref[peer], here, int32(-1)))]
+
+        return places
 
 
 def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_local: int, blocks: int) -> None:
@@ -189,21 +232,56 @@ def send_counts(counts_ref, out_counts_ref, axis_name: str, num_ranks: int, num_
 
 
 def completion(
-    axis_name: str, num_ranks: int, schedule: Schedule, *, signallers: int = 1, waiter=True, unused: int = 0
+    axis_name: str,
+    num_ranks: int,
+    schedule: Schedule,
+    *,
+    signallers: int = 1,
+    waiter=True,
+    every_block: bool = False,
 ) -> None:
     """Tells the other ranks that this warpgroup's writes have completed; block 0 waits until all blocks of those have.
 
-    signallers: warpgroups of each block that call this. waiter: true in the one of them that waits. With a
-    `schedule.wait_limit` the wait gives up after that many looks and prints which rank is missing. unused: semaphores
-    that nobody needs, for a number of them that no other kernel of a layer has: XLA makes zeros of one shape once and
-    copies them for the next kernel, which takes 1.0 us, and zeros of its own 0.4.
+    signallers, waiter, every_block: as for `wait_for_all`.
     """
-    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((num_ranks + unused,)))
+    arrived = done_semaphores(num_ranks)
+    announce_done(arrived, axis_name, num_ranks)
+    wait_for_all(arrived, axis_name, num_ranks, schedule, signallers=signallers, waiter=waiter, every_block=every_block)
+
+
+def done_semaphores(num_ranks: int, unused: int = 0):
+    """A semaphore for each rank. unused: more of them, for a number that no other kernel of a layer has.
+
+    XLA makes zeros of one shape once and copies them for the next kernel, which takes 1.0 us, and zeros of its own 0.4.
+    """
+    return pl.get_global(plgpu.SemaphoreType.REGULAR((num_ranks + unused,)))
+
+
+def announce_done(arrived, axis_name: str, num_ranks: int) -> None:
+    """Signals every other rank that what this warpgroup did has completed."""
     me = lax.axis_index(axis_name)
     for step in range(1, num_ranks):
         pl.semaphore_signal(arrived.at[me], device_id={axis_name: peer_of(me, step, num_ranks)})
 
-    @pl.when((lax.axis_index("block") == 0) & waiter)
+
+def wait_for_all(
+    arrived,
+    axis_name: str,
+    num_ranks: int,
+    schedule: Schedule,
+    *,
+    signallers: int = 1,
+    waiter=True,
+    every_block: bool = False,
+) -> None:
+    """Block 0 waits until `signallers` warpgroups of all blocks of all other ranks have announced.
+
+    waiter: true in the one warpgroup that waits. every_block: all blocks wait, in order to read what has arrived. With
+    a `schedule.wait_limit` the wait gives up after that many looks and prints which rank is missing.
+    """
+    me = lax.axis_index(axis_name)
+
+    @pl.when((every_block | (lax.axis_index("block") == 0)) & waiter)
     def _():
         for step in range(1, num_ranks):
             source = peer_of(me, step, num_ranks)
