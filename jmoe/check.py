@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from .layer import MoELayer
 
 
+def check_count(tokens: int) -> None:
+    """ValueError unless it is a number of tokens."""
+    if not isinstance(tokens, int | np.integer) or tokens < 0:
+        raise ValueError(f"tokens={tokens!r} must be a number of tokens: an integer, 0 or more.")
+
+
 def check_tokens(x: jax.Array | np.ndarray, config: MoEConfig) -> jax.Array:
     """x as a jax.Array; ValueError unless it is an array of floats of 16 bits or more."""
     if isinstance(x, np.ndarray):

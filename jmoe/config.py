@@ -253,6 +253,11 @@ def from_hf(config: Mapping, **overrides) -> MoEConfig:
     Knows qwen3_moe, qwen2_moe, mixtral, deepseek_v2, deepseek_v3 and gpt_oss. `overrides` are MoEConfig fields.
     Raises ValueError for another family, and for a missing or unsupported entry.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"config is a {type(config).__name__}; from_hf takes the dict of a config.json: json.load it, or pass "
+            "`Checkpoint(folder).config`."
+        )
     try:
         fields = _fields(config)
     except (TypeError, OverflowError) as e:

@@ -74,7 +74,12 @@ def describe(name: str | BlockFormat | None) -> str:
 
 
 def sqnr(x, y) -> float:
-    """Signal-to-quantisation-noise ratio of y against x in dB, over the whole array, in float64; inf where equal."""
+    """Signal-to-quantisation-noise ratio of y against x in dB, over the whole array, in float64; inf where equal.
+
+    ValueError for arrays of different shapes.
+    """
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if x.shape != y.shape:
+        raise ValueError(f"sqnr compares arrays of one shape, got {x.shape} and {y.shape}.")
     noise = np.sum((x - y) ** 2)
     return float("inf") if noise == 0 else float(10 * np.log10(np.sum(x**2) / noise))

@@ -27,7 +27,7 @@ from .backends import Axis, Exchange, exchange_for, get_backend
 from .backends.engine import ENGINE, remote_write_engine
 from .backends.hierarchical import hierarchical_engine
 from .caps import DeviceCaps, count_hosts
-from .check import check_global, check_local, check_params, check_placement, check_rank_mask, check_tokens
+from .check import check_count, check_global, check_local, check_params, check_placement, check_rank_mask, check_tokens
 from .config import MoEConfig
 from .core import exchange_and_compute
 from .experts import ExpertsSpec, ExpertWeights, get_experts, shared_expert
@@ -76,7 +76,8 @@ class MoELayer:
         return math.prod(self.mesh.shape[a] for a in self.token_axes) if self.mesh is not None else 1
 
     def decision(self, tokens: int) -> Decision:
-        """What travels, and who quantises, for `tokens` tokens on each rank."""
+        """What travels, and who quantises, for `tokens` tokens on each rank. ValueError unless it is 0 or more."""
+        check_count(tokens)
         return _decide(self, tokens)
 
     def layout(self, tokens: int) -> RowLayout:
@@ -128,7 +129,11 @@ class MoELayer:
         return sizes
 
     def explain(self, tokens: int) -> str:
-        """What happens to `tokens` tokens in all: what travels, who quantises it and why, bytes, alternatives."""
+        """What happens to `tokens` tokens in all: what travels, who quantises it and why, bytes, alternatives.
+
+        ValueError unless `tokens` is an integer of 0 or more.
+        """
+        check_count(tokens)
         return to_text(
             explain(
                 self.config,
@@ -170,7 +175,6 @@ def _hosts_along(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return found.pop() if len(found) == 1 else 1
 
 
-@functools.lru_cache(maxsize=1024)
 def build_moe(
     config: MoEConfig,
     *,
@@ -201,16 +205,53 @@ def build_moe(
             their turn with the matmuls, and nothing was measured to gain from it.
 
     Raises ValueError for whatever cannot work: an unknown or unsupported combination of backend, format and experts,
-    axes that the mesh lacks. Each message says what is possible.
+    axes that the mesh lacks. Each message says what is possible. TypeError for a config or mesh of another type.
     """
+    if not isinstance(config, MoEConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}; build_moe takes a MoEConfig. MoEConfig.from_hf makes one of the "
+            "dict of a config.json."
+        )
+    if mesh is not None and not isinstance(mesh, AnyMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}; build_moe takes a jax.sharding.Mesh, as jax.make_mesh makes it, or None "
+            "for one rank."
+        )
+    named = {"expert_axis": expert_axis} | ({} if token_axes is None else {"token_axes": token_axes})
+    for name, value in named.items():
+        if not all(isinstance(a, str) for a in (value if isinstance(value, tuple | list) else (value,))):
+            raise ValueError(f"{name}={value!r} must be the name of a mesh axis, or a tuple of names.")
+    return _build(
+        config,
+        mesh,
+        axis_names(expert_axis),
+        None if token_axes is None else axis_names(token_axes),
+        backend,
+        experts,
+        num_local,
+        caps,
+        implementation,
+        overlap_chunks,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _build(
+    config: MoEConfig,
+    mesh: AnyMesh | None,
+    expert_axes: tuple[str, ...],
+    token_axes: tuple[str, ...] | None,
+    backend: str,
+    experts: str,
+    num_local: int | None,
+    caps: DeviceCaps | None,
+    implementation: str | None,
+    overlap_chunks: int,
+) -> MoELayer:
     axes = () if mesh is None else tuple(mesh.axis_names)
-    expert_axes = axis_names(expert_axis)
-    if len(expert_axes) == 1:
-        expert_axis = expert_axes[0]
+    expert_axis: Axis = expert_axes[0] if len(expert_axes) == 1 else expert_axes
     if token_axes is None:
         token_axes = axes
-    elif isinstance(token_axes, str):
-        token_axes = (token_axes,)
     if len(set(expert_axes)) < len(expert_axes):
         raise ValueError(f"expert_axis={expert_axis!r} names an axis twice; name each axis of the experts once.")
     unknown = [a for a in token_axes if a not in axes]
@@ -343,7 +384,14 @@ def moe_local_with_stats(
     return y, summarize(stats, dropped)
 
 
+def check_layer(layer: object) -> None:
+    """TypeError for what `build_moe` did not make."""
+    if not isinstance(layer, MoELayer):
+        raise TypeError(f"layer is a {type(layer).__name__}; it must be what build_moe(config, mesh=...) returned.")
+
+
 def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
+    check_layer(layer)
     config = layer.config
     x = check_tokens(x, config)
     if x.ndim != 2 or x.shape[1] != config.hidden_size:
@@ -419,8 +467,11 @@ def moe_with_stats(
 
 
 def _global(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask, *, with_stats: bool):
+    check_layer(layer)
     config = layer.config
     x = check_tokens(x, config)
+    valid = None if valid is None else jnp.asarray(valid)
+    rank_mask = None if rank_mask is None else jnp.asarray(rank_mask)
     lead = x.shape[:-1]
     if x.shape[-1:] != (config.hidden_size,) or (valid is not None and valid.shape != lead):
         raise ValueError(

@@ -16,7 +16,7 @@ from flax import nnx
 from pallas_kernels.quantize import QTensor
 
 from .backends import Axis
-from .check import check_placement
+from .check import check_params, check_placement
 from .config import MoEConfig
 from .experts import ExpertWeights
 from .layer import MoELayer, axis_names, build_moe, mesh_in_context, moe, moe_with_stats
@@ -76,7 +76,9 @@ class MoE(nnx.Module):
     ):
         self._configure(config, backend, mesh, expert_axis, token_axes, overlap_chunks)
         placement = check_placement(self.layer, None)
-        self._set(init(rngs.params(), config, dtype=param_dtype, placement=placement))
+        params = init(rngs.params(), config, dtype=param_dtype, placement=placement)
+        check_params(params, config)
+        self._set(params)
 
     @classmethod
     def from_params(cls, config: MoEConfig, params: MoEParams, **kwargs) -> MoE:

@@ -107,6 +107,13 @@ def test_small_conveniences_of_the_configuration():
     assert MoEConfig(np.int64(D), F, E, K, dtype="float32") == PLAIN
     with pytest.raises(ValueError, match="scaling=nan must be"):
         RouterConfig(scaling=float("nan"))
+    with pytest.raises(ValueError, match="config is a str; from_hf takes the dict of a config.json"):
+        MoEConfig.from_hf("folder/config.json")
+    with pytest.raises(
+        ValueError, match="do not divide hidden_size=100. Leave it unquantised, or set.*mx_alignment=32"
+    ):
+        quant = QuantConfig(activations="mxfp8")
+        layer_of(dataclasses.replace(PLAIN, hidden_size=100, quant=quant), MANY)
     with pytest.raises(ValueError, match="wire='zzz' is not known; choose one of 'auto'"):
         layer_of(dataclasses.replace(PLAIN, quant=QuantConfig(wire="zzz")), MANY)
 
@@ -126,6 +133,29 @@ def test_what_is_no_array_or_no_params_is_named():
     with pytest.raises(TypeError, match="params is a dict.*init_params"):
         moe(layer, {"router": params.router}, jnp.zeros((T, D)))
     assert moe(layer, params, np.zeros((T, D), np.float32)).dtype == jnp.float32
+    for call in (moe, moe_local):
+        with pytest.raises(TypeError, match=r"layer is a MoEConfig; it must be what build_moe"):
+            call(PLAIN, params, jnp.zeros((T, D)))
+    masked = moe(layer, params, jnp.ones((T, D)), valid=[True] * 4 + [False] * (T - 4))
+    assert masked[:4].any() and not masked[4:].any()
+
+
+def test_what_build_moe_cannot_take_is_named():
+    with pytest.raises(TypeError, match="config is a dict; build_moe takes a MoEConfig"):
+        build_moe({"hidden_size": 64})
+    with pytest.raises(TypeError, match="mesh is a list; build_moe takes a jax.sharding.Mesh"):
+        build_moe(PLAIN, mesh=jax.devices())
+    for options in (dict(expert_axis=0), dict(token_axes=("ep", None))):
+        with pytest.raises(ValueError, match="must be the name of a mesh axis, or a tuple of names"):
+            build_moe(PLAIN, mesh=layer_of(ranks=MANY).mesh, **options)
+    assert layer_of(ranks=MANY, token_axes=["ep"]) == layer_of(ranks=MANY)
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, "8"])
+def test_a_number_of_tokens_is_an_integer_and_not_negative(tokens):
+    for ask in (layer_of().explain, layer_of(ranks=MANY).explain, layer_of().decision, layer_of().memory):
+        with pytest.raises(ValueError, match=f"tokens={tokens!r} must be a number of tokens"):
+            ask(tokens)
 
 
 def test_a_placement_must_be_one_of_this_layer():

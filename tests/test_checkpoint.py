@@ -29,6 +29,7 @@ from jmoe.checkpoint import (
     MemoryCheckpoint,
     load_moe_layer,
     load_moe_layers,
+    load_weights,
     read_rest,
     write_safetensors,
 )
@@ -341,6 +342,20 @@ def test_configurations_that_do_not_fit(change, match, tmp_path):
     folder = reconfigure(clone("qwen3_moe", tmp_path / "m"), lambda c: c.update(change))
     with pytest.raises(CheckpointError, match=match):
         Checkpoint(folder)
+
+
+def test_a_path_or_a_closed_folder_in_place_of_an_open_one_is_named():
+    folder = MODELS / "qwen3_moe"
+    for load in (lambda f: load_moe_layer(f, 0), load_weights, read_rest):
+        with pytest.raises(TypeError, match="ckpt is a .*; give an open checkpoint: `with Checkpoint"):
+            load(folder)
+    with Checkpoint(folder) as ckpt:
+        with pytest.raises(ValueError, match="layer='0' of .*has no MoE block; those that have one are 0, 1"):
+            load_moe_layer(ckpt, "0")
+        with pytest.raises(ValueError, match="dtype='int4x' is not a type for weights; choose"):
+            load_moe_layer(ckpt, 0, dtype="int4x")
+    with pytest.raises(ValueError, match="model.safetensors: was closed; read from it while it is open"):
+        load_moe_layer(ckpt, 0)
 
 
 def test_folders_that_are_none(tmp_path):

@@ -45,6 +45,8 @@ def test_sqnr_in_decibels():
     x = np.ones(4)
     assert formats.sqnr(x, x) == float("inf")
     assert formats.sqnr(x, x + np.array([0.1, -0.1, 0.1, -0.1])) == pytest.approx(20.0)
+    with pytest.raises(ValueError, match=r"one shape, got \(4,\) and \(1,\)"):  # nothing is broadcast
+        formats.sqnr(x, x[:1])
 
 
 def test_a_qtensor_is_a_pytree_whose_format_is_static():

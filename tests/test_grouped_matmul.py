@@ -260,6 +260,9 @@ def test_arguments_that_do_not_fit_are_refused_with_what_would():
         (r"0 weights and.*one weight or more", lambda: grouped_matmul(x, w[:0], sizes[:0])),
         (r"swizzled.*unswizzle_scales", lambda: grouped_matmul(swizzled, w, sizes)),
         (r"fp8_128x128.*scale for each row", lambda: grouped_matmul(tiles, w, sizes)),
+        (r"x is an array of int8.*QTensor", lambda: grouped_matmul(x.astype(jnp.int8), w, sizes)),
+        (r"w is an array of uint8.*QTensor", lambda: grouped_matmul(x, w.astype(jnp.uint8), sizes)),
+        (r"out_dtype=int32 must be a float type", lambda: grouped_matmul(x, w, sizes, out_dtype=jnp.int32)),
         (r"QTensor x of the same shape", lambda: grouped_matmul(x, w, sizes, straight_through=x)),
         (r"no implementation='cutlass'.*'portable'", lambda: grouped_matmul(x, w, sizes, implementation="cutlass")),
     ):

@@ -238,6 +238,8 @@ def test_statistics_of_shards_add_up_to_those_of_the_whole(rng):
     parts = [stats(logits[i : i + 8], valid[i : i + 8]) for i in range(0, 32, 8)]
     total = jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *parts)
     chex.assert_trees_all_close(total, stats(logits, valid), rtol=1e-5)
+    here = np.flatnonzero(valid)
+    chex.assert_trees_all_close(total, stats(logits[here], valid[here]), rtol=1e-5)  # the others do not count
     summary = router.summarize(total, jnp.int32(3))
     assert summary.tokens_per_expert.sum() == K * valid.sum() and summary.dropped == 3
 

@@ -13,7 +13,7 @@ import jax
 from jmoe.params import MoEParams
 from jmoe.placement import Placement, even_placement
 
-from .folder import Source
+from .folder import Checkpoint, MemoryCheckpoint, Source
 from .leaves import materialize, num_ranks
 from .online import allocate_layers, load_online
 from .plan import StaticScales, as_dtype, plan_moe_layer, plan_rest
@@ -22,8 +22,18 @@ from .progress import progress_bar
 PARALLEL_BYTES = 256 << 20  # of a checkpoint; smaller ones are read layer by layer
 
 
+def check_source(source: object) -> None:
+    """TypeError for a path in place of an open checkpoint."""
+    if not isinstance(source, Checkpoint | MemoryCheckpoint):
+        raise TypeError(
+            f"ckpt is a {type(source).__name__}; give an open checkpoint: `with Checkpoint(folder) as ckpt:`, or a "
+            "MemoryCheckpoint."
+        )
+
+
 def placement_for(source: Source, sharding, placement: Placement | None) -> Placement | None:
     """`placement`, or the even one over the ranks of `sharding` (None for one rank)."""
+    check_source(source)
     ranks = num_ranks(sharding)
     if placement is None:
         return even_placement(source.moe_config.num_experts, ranks) if ranks > 1 else None
@@ -143,5 +153,6 @@ def read_rest(
     Linear weights are [out, in]; where the file holds them quantised they come decoded (bfloat16 unless `dtype` says
     otherwise). sharding: a NamedSharding whose mesh they are replicated over. only: names for which it is true.
     """
+    check_source(ckpt)
     plan = plan_rest(ckpt, dtype=as_dtype(dtype))
     return materialize({k: v for k, v in plan.items() if only is None or only(k)}, sharding)

@@ -33,7 +33,10 @@ def as_dtype(dtype) -> np.dtype | None:
     """A numpy dtype of bfloat16, float16 or float32 (name or type); None stays None."""
     if dtype is None:
         return None
-    value = np.dtype(_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    try:
+        value = np.dtype(_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:  # numpy knows no such type
+        value = None
     if value not in [np.dtype(d) for d in _DTYPES.values()]:
         raise ValueError(
             f"dtype={dtype!r} is not a type for weights; choose {', '.join(_DTYPES)}, or None to keep them."
@@ -246,7 +249,7 @@ def plan_moe_layer(
     blocks = source.catalog.blocks
     if layer not in blocks:
         raise ValueError(
-            f"layer={layer} of {source.name} has no MoE block; those that have one are {', '.join(map(str, blocks))}."
+            f"layer={layer!r} of {source.name} has no MoE block; those that have one are {', '.join(map(str, blocks))}."
         )
     block = blocks[layer]
     num_experts = source.moe_config.num_experts

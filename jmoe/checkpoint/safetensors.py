@@ -161,7 +161,8 @@ def _entry(path: str, key: str, entry, data_start: int, data_size: int) -> Tenso
     begin, end = offsets
     if not begin <= end <= data_size:
         raise CheckpointError(
-            f"{where}: data_offsets {begin}..{end} do not lie within the {data_size} bytes of data in the file."
+            f"{where}: data_offsets {begin}..{end} do not lie within the {data_size} bytes of data in the file; it was "
+            "truncated, or the header is wrong. Download it again."
         )
     bits = DTYPES[dtype][0] * math.prod(shape)
     if bits % 8 or bits // 8 != end - begin or (dtype == "F4" and (not shape or shape[-1] % 2)):
@@ -175,7 +176,9 @@ def parse_header(path: str, descriptor: int) -> tuple[dict[str, TensorInfo], dic
     """(entries by name, metadata) of an open file; every inconsistency is a CheckpointError."""
     size = os.fstat(descriptor).st_size
     if size < 8:
-        raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file; it was truncated.")
+        raise CheckpointError(
+            f"{path}: {size} bytes is too short for a safetensors file; it was truncated. Download it again."
+        )
     prefix = bytearray(8)
     pread_exact(descriptor, memoryview(prefix), 0, path)
     (length,) = struct.unpack("<Q", prefix)
@@ -254,6 +257,8 @@ class SafetensorsFile(Mapping[str, TensorInfo]):
         Only the bytes between the first and the last wanted element are read. out: a contiguous array of the right
         shape and type to read into; None makes a new one.
         """
+        if self._descriptor < 0:
+            raise ValueError(f"{self.path}: was closed; read from it while it is open, inside the `with`.")
         info = self._infos[key]
         bounds = _normalised(info, index)
         shape = info.stored_shape

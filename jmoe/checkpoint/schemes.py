@@ -283,7 +283,7 @@ def find_scheme(
     kind, key = kind_from_tensors(tensors, folder)
     if override is not None:
         if override != "unquantised" and override not in KINDS:
-            raise ValueError(f"scheme={override!r} is not known; choose one of unquantised, {', '.join(KINDS)}.")
+            raise CheckpointError(f"scheme={override!r} is not known; choose one of unquantised, {', '.join(KINDS)}.")
         declared, said = Scheme(KINDS.get(override)), f"scheme={override!r} was asked for"
     else:
         declared = scheme_from_config(config, hf_quant, folder)

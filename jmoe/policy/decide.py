@@ -124,8 +124,10 @@ def decide(
     """
     caps = DeviceCaps.detect() if caps is None else caps
     options = process_options() if options is None else options
-    if num_ranks < 1 or tokens < 0:
-        raise ValueError(f"num_ranks={num_ranks} must be at least 1 and tokens={tokens} not negative.")
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks} must be at least 1.")
+    if tokens < 0:
+        raise ValueError(f"tokens={tokens} must not be negative.")
     if (config.quant or QuantConfig()).wire == "fastest":
         return _fastest(config, backend, num_ranks, tokens, caps, experts, options)
     if backend != "auto":
@@ -400,11 +402,11 @@ def _check_block(name: str, config: MoEConfig, asked: str) -> None:
     columns = -(-hidden // alignment) * alignment if fmt.scale == "e8m0" and alignment else hidden
     if columns % fmt.block:
         fitting = ", ".join(n for n in table.ACTIVATION_FORMATS if hidden % FORMATS[n].block == 0)
+        choices = f"Formats whose blocks do are {fitting}. Choose one of those, leave" if fitting else "Leave"
         advice = "set QuantConfig.mx_alignment=32" if fmt.scale == "e8m0" else "pad the hidden size"
         raise ValueError(
-            f"{asked} quantises blocks of {fmt.block} elements, which do not divide hidden_size={hidden}. Formats "
-            f"whose "
-            f"blocks do: {fitting or 'none'}. Choose one of those, leave it unquantised, or {advice}."
+            f"{asked} quantises blocks of {fmt.block} elements, which do not divide hidden_size={hidden}. {choices} it "
+            f"unquantised, or {advice}."
         )
 
 

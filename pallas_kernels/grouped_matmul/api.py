@@ -225,7 +225,8 @@ def grouped_matmul(
     Differentiable in float x and w (and `straight_through`); a QTensor w is a constant. The weight gradient of a group
     without rows is exactly zero, and no row touches the result or gradient of another group, NaN or not.
 
-    Raises ValueError for shapes that do not fit, a swizzled QTensor, or an implementation that cannot do this.
+    Raises ValueError for shapes that do not fit, integers, a swizzled QTensor, or an implementation that cannot do
+    this.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(
@@ -244,6 +245,11 @@ def grouped_matmul(
             "length together with group_offset, the first group that w holds."
         )
     for name, a in (("x", x), ("w", w)):
+        if not isinstance(a, QTensor) and not jnp.issubdtype(a.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} is an array of {a.dtype}; grouped_matmul takes bfloat16, float16 or float32, or a QTensor. "
+                "Cast it, or keep its data and scales together (quantize)."
+            )
         if isinstance(a, QTensor) and a.layout != "row_major":
             raise ValueError(
                 f"{name} is a QTensor with layout={a.layout!r}; grouped_matmul takes 'row_major' scales: "
@@ -261,6 +267,8 @@ def grouped_matmul(
         )
     if out_dtype is None:
         out_dtype = jnp.float32 if isinstance(x, QTensor) else x.dtype
+    elif not jnp.issubdtype(out_dtype, jnp.floating):
+        raise ValueError(f"out_dtype={jnp.dtype(out_dtype)} must be a float type, such as bfloat16.")
     offset = None if group_offset is None else jnp.asarray(group_offset, jnp.int32).reshape(())
     static = _Static(jnp.dtype(out_dtype), implementation, zero_tail)
     return _grouped_matmul(static, x, straight_through, w, group_sizes, offset)

@@ -174,6 +174,8 @@ def padded_size(k: int, fmt: BlockFormat, alignment: int) -> int:
 
 def check_quantize(x, fmt: BlockFormat, global_scale, layout) -> None:
     """Raise ValueError for arguments that `quantize` does not take."""
+    if not hasattr(x, "dtype"):
+        raise ValueError(f"quantize takes an array, got a {type(x).__name__}; jnp.asarray makes one of it.")
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(f"quantize takes bfloat16, float16 or float32, got {x.dtype}; cast it first.")
     if x.ndim < 1 + (fmt.block_rows > 1):
