@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -238,7 +238,7 @@ class MoEConfig:
         return self.hidden_size_unpadded or self.hidden_size
 
     @classmethod
-    def from_hf(cls, config: Mapping, **overrides) -> MoEConfig:
+    def from_hf(cls, config: Mapping[str, Any], **overrides: Any) -> MoEConfig:
         """The layer described by a Hugging Face `config.json` (as a dict); see `from_hf`."""
         return from_hf(config, **overrides)
 
@@ -247,7 +247,7 @@ _HF_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3
 _HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def from_hf(config: Mapping, **overrides) -> MoEConfig:
+def from_hf(config: Mapping[str, Any], **overrides: Any) -> MoEConfig:
     """Read a Hugging Face model configuration (the dict of `config.json`) into a MoEConfig.
 
     Knows qwen3_moe, qwen2_moe, mixtral, deepseek_v2, deepseek_v3 and gpt_oss. `overrides` are MoEConfig fields.

@@ -6,6 +6,7 @@ Quantising itself is in `pallas_kernels.quantize`; its public names are re-expor
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pallas_kernels.quantize import FORMATS as FORMATS
 from pallas_kernels.quantize import BlockFormat as BlockFormat
@@ -73,7 +74,7 @@ def describe(name: str | BlockFormat | None) -> str:
     return f"{', '.join(parts)}, {bits_per_value(fmt):.4g} bits per value"
 
 
-def sqnr(x, y) -> float:
+def sqnr(x: ArrayLike, y: ArrayLike) -> float:
     """Signal-to-quantisation-noise ratio of y against x in dB, over the whole array, in float64; inf where equal.
 
     ValueError for arrays of different shapes.

@@ -70,7 +70,7 @@ class MoE(nnx.Module):
         expert_axis: Axis = "ep",
         token_axes: tuple[str, ...] | None = None,
         overlap_chunks: int = 1,
-        param_dtype=jnp.float32,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
         init: Callable[..., MoEParams] = init_params,
         rngs: nnx.Rngs,
     ):
@@ -81,7 +81,7 @@ class MoE(nnx.Module):
         self._set(params)
 
     @classmethod
-    def from_params(cls, config: MoEConfig, params: MoEParams, **kwargs) -> MoE:
+    def from_params(cls, config: MoEConfig, params: MoEParams, **kwargs: Any) -> MoE:
         """A module around existing arrays, such as those of `jmoe.checkpoint`. `kwargs`: as for MoE, without rngs."""
         return cls(config, init=lambda *_, **__: params, rngs=nnx.Rngs(0), **kwargs)
 

@@ -45,7 +45,7 @@ def _fan_in(key, shape, dtype):
 
 
 def init_params(
-    key: jax.Array, config: MoEConfig, *, dtype=jnp.float32, placement: Placement | None = None
+    key: jax.Array, config: MoEConfig, *, dtype: jax.typing.DTypeLike = jnp.float32, placement: Placement | None = None
 ) -> MoEParams:
     """Random parameters: truncated normal, variance 1/fan_in; biases zero.
 

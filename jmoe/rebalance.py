@@ -8,14 +8,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .experts import ExpertWeights
 from .params import MoEParams
 from .placement import Placement, placement_from_slots
+
+Parameters = TypeVar("Parameters", MoEParams, ExpertWeights)
 
 
 def max_replicas(num_experts: int, num_ranks: int, num_local: int) -> int:
@@ -110,7 +114,7 @@ def _refine(ranks: list[list[int]], load: np.ndarray, share: np.ndarray, rounds:
         load[r] += gain
 
 
-def plan_placement(tokens_per_expert, *, num_ranks: int, num_local: int) -> Placement:
+def plan_placement(tokens_per_expert: ArrayLike, *, num_ranks: int, num_local: int) -> Placement:
     """A placement with replicas that balances the ranks for a measured load (as EPLB does).
 
     Args:
@@ -141,7 +145,7 @@ def plan_placement(tokens_per_expert, *, num_ranks: int, num_local: int) -> Plac
     return with_room(placement_from_slots(table, experts))
 
 
-def rank_loads(tokens_per_expert, placement: Placement) -> np.ndarray:
+def rank_loads(tokens_per_expert: ArrayLike, placement: Placement) -> np.ndarray:
     """Tokens on each rank [R] if every expert's tokens are spread evenly over its replicas."""
     slots = np.asarray(placement.slots)
     share = np.asarray(tokens_per_expert, np.float64) / np.asarray(placement.num_replicas)
@@ -171,7 +175,7 @@ def _mover(sharding, donate: bool):
     return jax.jit(take, out_shardings=sharding, donate_argnums=(0,) if donate else ())
 
 
-def move_experts(params, old: Placement, new: Placement, *, donate: bool = False):
+def move_experts(params: Parameters, old: Placement, new: Placement, *, donate: bool = False) -> Parameters:
     """Expert weights in the physical order of `old`, in that of `new`: every per-expert leaf, scales and biases too.
 
     params: MoEParams or ExpertWeights; of the first, only the experts change. Shapes and shardings stay, so that a

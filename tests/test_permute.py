@@ -51,11 +51,12 @@ def test_sort_of_no_rows_is_empty_F27():
 
 
 def test_assignments_without_a_place_are_dropped_from_the_end_and_counted_F22(rng):
-    ids = jnp.asarray(rng.integers(-1, 4, (20, 2)), jnp.int32)
-    full, cut = sort(ids, 4), sort(ids, 4, num_places=9)
-    np.testing.assert_array_equal(cut.source, full.source[:9])
-    np.testing.assert_array_equal(cut.position, jnp.where(full.position < 9, full.position, -1))
-    assert cut.dropped == full.group_sizes.sum() - 9 > 0 and cut.group_sizes.sum() == 9
+    for rows, places in ((20, 9), (600, 700)):  # ranked directly, and in chunks
+        ids = jnp.asarray(rng.integers(-1, 4, (rows, 2)), jnp.int32)
+        full, cut = sort(ids, 4), sort(ids, 4, num_places=places)
+        np.testing.assert_array_equal(cut.source, full.source[:places])
+        np.testing.assert_array_equal(cut.position, jnp.where(full.position < places, full.position, -1))
+        assert cut.dropped == full.group_sizes.sum() - places > 0 and cut.group_sizes.sum() == places
 
 
 def test_gather_then_combine_with_weights_that_sum_to_one_is_the_identity_F29(rng):
@@ -82,6 +83,8 @@ def test_nan_in_unread_rows_and_weights_goes_nowhere_F23(rng):
     value, (dx, dw) = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
     assert all(np.isfinite(a).all() for a in (value, dx, dw))
     assert not np.any(dx[dead]) and not np.any(np.where(ids < 0, dw, 0))
+    _, pull = jax.vjp(lambda w: combine_rows(jnp.zeros((48, 8)), s.position, w), w)
+    np.testing.assert_array_equal(np.isnan(pull(jnp.full((24, 8), jnp.nan))[0]), ids >= 0)  # a NaN stays with its rows
 
 
 def test_gradients_equal_those_of_plain_indexing(rng):

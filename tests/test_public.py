@@ -1,6 +1,8 @@
 """The public names: all there, loaded late, and documented."""
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,33 @@ def test_type_checkers_see_the_names_that_are_there():
 @pytest.mark.parametrize("name", jmoe._MODULES)
 def test_every_public_name_exists_and_says_what_it_is(name):
     assert getattr(jmoe, name).__doc__.strip()
+
+
+def functions():
+    """Every public function, and what makes or is called on an object of a public class, by name."""
+    modules = "jmoe.checkpoint jmoe.formats jmoe.nn jmoe.rebalance pallas_kernels.all_to_all pallas_kernels.quantize"
+    owners = [jmoe, *map(importlib.import_module, modules.split())]
+    names = {f"{m.__name__}.{n}": getattr(m, n) for m in owners for n in getattr(m, "__all__", dir(m)) if n[0] != "_"}
+    for name, value in names.items():
+        if getattr(value, "__module__", "").startswith(("jmoe", "pallas_kernels")):
+            if inspect.isfunction(value):
+                yield name, value
+            elif inspect.isclass(value):
+                own = {n: m for n, m in vars(value).items() if n[0] != "_" or n in ("__init__", "__call__")}
+                own = {n: getattr(m, "__func__", m) for n, m in own.items()}
+                yield from ((f"{name}.{n}", m) for n, m in own.items() if inspect.isfunction(m))
+
+
+def test_type_checkers_know_every_argument_of_public_functions():
+    found = dict(functions())
+    assert {"jmoe.build_moe", "jmoe.nn.MoE.from_params", "jmoe.formats.sqnr"} <= set(found) and len(found) > 60
+    bare = [
+        f"{name}({p})"
+        for name, function in found.items()
+        for p, parameter in inspect.signature(function).parameters.items()
+        if parameter.annotation is parameter.empty and p not in ("self", "cls")
+    ]
+    assert not bare
 
 
 def test_a_name_that_does_not_exist_is_refused_with_those_that_do():

@@ -11,6 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from numpy.typing import ArrayLike
 
 from jmoe.config import MoEConfig
 from jmoe.experts import gated_activation
@@ -47,7 +48,7 @@ def _maxima(params: MoEParams, x: jax.Array, slots: jax.Array, *, config: MoECon
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)), inner
 
 
-def calibrate(params: MoEParams, config: MoEConfig, x: jax.Array, *, slots=None) -> MoEParams:
+def calibrate(params: MoEParams, config: MoEConfig, x: jax.Array, *, slots: ArrayLike | None = None) -> MoEParams:
     """`params` with static decode scales measured on x [T, D], inputs of this layer's MoE block.
 
     input_scale [] = max|x| / 2688, one for all experts and ranks; intermediate_scale [P] = the same of each expert's

@@ -50,8 +50,8 @@ def load_moe_layer(
     *,
     sharding: jax.sharding.Sharding | None = None,
     placement: Placement | None = None,
-    dtype=None,
-    dequantize=None,
+    dtype: jax.typing.DTypeLike | None = None,
+    dequantize: jax.typing.DTypeLike | None = None,
     quant: str | None = None,
     static_scales: StaticScales = "uniform",
 ) -> MoEParams:
@@ -99,8 +99,8 @@ def load_moe_layers(
     *,
     sharding: jax.sharding.Sharding | None = None,
     placement: Placement | None = None,
-    dtype=None,
-    dequantize=None,
+    dtype: jax.typing.DTypeLike | None = None,
+    dequantize: jax.typing.DTypeLike | None = None,
     quant: str | None = None,
     static_scales: StaticScales = "uniform",
     progress: bool | None = None,
@@ -144,7 +144,7 @@ def load_moe_layers(
 def read_rest(
     ckpt: Source,
     *,
-    dtype=None,
+    dtype: jax.typing.DTypeLike | None = None,
     sharding: jax.sharding.Sharding | None = None,
     only: Callable[[str], bool] | None = None,
 ) -> dict[str, jax.Array]:

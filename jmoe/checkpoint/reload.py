@@ -110,7 +110,7 @@ def _differs(old: jax.Array, new) -> str | None:
     return None
 
 
-def check_metadata(old, new) -> None:
+def check_metadata(old: Any, new: Any) -> None:
     """MetadataChangedError, listing what differs, unless the trees agree in structure and every leaf's metadata."""
     old_leaves, old_tree = jax.tree.flatten_with_path(old)
     new_leaves, new_tree = jax.tree.flatten_with_path(new, is_leaf=is_leaf)
@@ -218,13 +218,13 @@ def _finish(weights, derived, derive, staged):
 
 
 def reload(
-    params,
-    source,
+    params: Any,
+    source: Any,
     *,
     options: LoadOptions = LoadOptions(),
     derive: Callable | None = None,
     staging: Literal["device", "host"] = "device",
-):
+) -> Any:
     """New values in the buffers of `params`, for functions that are compiled for them.
 
     Args:
@@ -249,7 +249,7 @@ class LiveWeights:
     Work that was dispatched before is finished by the device with the old values.
     """
 
-    def __init__(self, params, *, options: LoadOptions = LoadOptions(), derive: Callable | None = None):
+    def __init__(self, params: Any, *, options: LoadOptions = LoadOptions(), derive: Callable | None = None):
         """params, options, derive: as of `reload`; with `derive`, the weights alone: derived values are made here."""
         self._options, self._derive = options, derive
         self._params = params if derive is None else (params, jax.jit(derive)(params))
@@ -260,7 +260,7 @@ class LiveWeights:
         self.version = 0
 
     @contextlib.contextmanager
-    def use(self) -> Iterator:
+    def use(self) -> Iterator[Any]:
         """The parameters (with `derive` the pair), unchanged until the block ends. Dispatch in it; do not keep them."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writing)
@@ -272,7 +272,7 @@ class LiveWeights:
                 self._users -= 1
                 self._changed.notify_all()
 
-    def reload(self, source, *, staging: Literal["device", "host"] = "device") -> None:
+    def reload(self, source: Any, *, staging: Literal["device", "host"] = "device") -> None:
         """As the function `reload`, once nobody is inside `use`. Whatever it raises, the old weights stay in use."""
         with self._reloading:
             weights, derived, staged = _prepare(self._params, source, self._options, self._derive, staging)

@@ -199,7 +199,7 @@ def grouped_matmul(
     *,
     group_offset: jax.Array | int | None = None,
     straight_through: jax.Array | None = None,
-    out_dtype=None,
+    out_dtype: jax.typing.DTypeLike | None = None,
     zero_tail: bool = True,
     implementation: str | None = None,
 ) -> jax.Array:

@@ -100,7 +100,7 @@ def gather_dequantized(
     source: jax.Array,
     position: jax.Array,
     *,
-    dtype=jnp.bfloat16,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
     straight_through: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -191,7 +191,12 @@ def _weighted_sum(y, position, weights, out_dtype: str, implementation: str | No
 
 
 def combine_rows(
-    y: jax.Array, position: jax.Array, weights: jax.Array, *, out_dtype=jnp.float32, implementation: str | None = None
+    y: jax.Array,
+    position: jax.Array,
+    weights: jax.Array,
+    *,
+    out_dtype: jax.typing.DTypeLike = jnp.float32,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Weighted sum of each row's results: y [M, D], position int32 [N, K], weights float32 [N, K] -> [N, D].
 
@@ -213,7 +218,7 @@ class Unsummed(NamedTuple):
     weights: jax.Array
     columns: int
 
-    def summed(self, out_dtype) -> jax.Array:
+    def summed(self, out_dtype: jax.typing.DTypeLike) -> jax.Array:
         """[N, columns] of `out_dtype`."""
         return combine_rows(self.y, self.position, self.weights, out_dtype=out_dtype)[:, : self.columns]
 

@@ -219,7 +219,9 @@ def quantize_rows(
     return _pick(implementation, why, kernel, plain, args)
 
 
-def dequantize(q: QTensor, dtype=jnp.bfloat16, *, implementation: str | None = None) -> jax.Array:
+def dequantize(
+    q: QTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, implementation: str | None = None
+) -> jax.Array:
     """The array [..., k] of `dtype` that q stands for, rounded once from float32.
 
     Raises ValueError for what is no QTensor, a dtype that is no float, or an implementation that cannot do it.

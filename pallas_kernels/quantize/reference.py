@@ -315,7 +315,7 @@ def row_major_scales(q: QTensor) -> jax.Array:
     return lax.bitcast_convert_type(scale, jnp.uint8) if q.format.scale == "e4m3" else scale
 
 
-def dequantize(q: QTensor, dtype=jnp.bfloat16) -> jax.Array:
+def dequantize(q: QTensor, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
     """[..., k] of `dtype`: data * block_scale, then * global_scale, in float32, rounded to `dtype` at the end."""
     fmt = q.format
     *lead, last = q.data.shape
