@@ -17,7 +17,14 @@ from .backends import combine, get_backend, in_chunks, shared_global_scale, unif
 from .backends.base import Axis
 from .backends.scales import encode_rows
 from .backends.straight_through import dispatch
-from .experts import ExpertWeights, apply_batched_experts, apply_experts, apply_experts_unsummed, get_experts
+from .experts import (
+    ExpertWeights,
+    apply_batched_experts,
+    apply_experts,
+    apply_experts_unsummed,
+    get_experts,
+    takes_few_rows,
+)
 from .placement import Placement, num_unreachable, to_physical
 from .policy import Decision
 
@@ -121,18 +128,17 @@ def _exchange(
             y = y.reshape(-1, y.shape[-1])
         else:
             assert get_experts(_kind(layer)).form == "standard"
-            y = apply_experts_unsummed(
-                rows,
-                got.ids,
-                got.weights,
-                experts,
-                config,
-                experts=_kind(layer),
-                straight_through=through,
-                **_how(layer, decision),
-            )
+            how: Any = dict(experts=_kind(layer), straight_through=through, **_how(layer, decision))
+            given = rows, got.ids, got.weights, experts, config
+            if takes_few_rows(rows, got.ids, experts, config, **how):
+                # As the kernel that sends them takes them; who else does so casts them on its way.
+                sent = ex.dtype if ex.engine is not None and wire is None else jnp.float32
+                y = apply_experts(*given, **how, out_dtype=sent)
+            else:
+                y = apply_experts_unsummed(*given, **how)
     with jax.named_scope("combine"):
-        out = combine(y, weights, plan, backend=backend, exchange=ex, recv_ids=got.ids, wire=wire, out_dtype=out_dtype)
+        back = dict(backend=backend, exchange=ex, recv_ids=got.ids, counts=got.counts, wire=wire, out_dtype=out_dtype)
+        out = combine(y, weights, plan, **back)
     return out, plan.dropped.reshape(1)
 
 

@@ -24,6 +24,8 @@ EXCHANGES = {
     "one-sided nvfp4_token_4o6": ("nvlink_one_sided", "nvfp4_token_4o6", 128, 1),
     "batched bfloat16": ("low_latency", "bfloat16", 16, 1),
     "batched fp8_128": ("low_latency", "fp8_128", 16, 1),
+    "batched bfloat16, many": ("low_latency", "bfloat16", 128, 1),
+    "batched mxfp8, many": ("low_latency", "mxfp8", 256, 1),
     "inside two hosts": ("nvlink_one_sided", "mxfp8", 128, 2),
 }
 # name -> (tokens, dtype of the rows): as "one-sided bfloat16", but the rows come back as MXFP8

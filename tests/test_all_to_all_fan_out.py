@@ -19,7 +19,9 @@ def plan_of(ids, num_experts, capacity):
     return target.astype(np.int32), slot
 
 
-@pytest.mark.parametrize("ranks, tokens, blocks, capacity", [(2, 6, 6, 6), (3, 7, 3, 2), (4, 9, 5, 9), (2, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "ranks, tokens, blocks, capacity", [(2, 6, 6, 6), (3, 7, 3, 2), (4, 9, 5, 9), (2, 1, 1, 1), (2, 3, 5, 3)]
+)
 def test_every_place_gets_its_tokens_data_which_crosses_a_link_once(monkeypatch, rng, ranks, tokens, blocks, capacity):
     from pallas_kernels.all_to_all import mosaic_common as common
     from pallas_kernels.all_to_all.mosaic_fan_out import FanOut
@@ -82,3 +84,22 @@ def test_what_cannot_be_fetched_is_named():
     assert "22 words" in FanOut(batched, 128, 22, 128).obstacle
     assert "do not fit" in FanOut(batched, 1 << 20, 8, 132).obstacle
     assert "batched" in FanOut(Form("ep", 2, 128), 128, 8, 128).obstacle
+
+
+def test_the_engine_copies_at_the_receiver_where_that_saves_the_link_enough():
+    from jmoe.backends import exchange_for, get_backend
+    from jmoe.backends.engine import ENGINE, _fans_out
+    from jmoe.plan import make_plan
+
+    def chosen(tokens, *, ranks=2, top_k=8, name="low_latency"):
+        backend = get_backend(name)
+        sizes = dict(tokens=tokens, num_ranks=ranks, num_local=32, top_k=top_k, axis_name="ep")
+        exchange = exchange_for(backend, engine=ENGINE, **sizes)
+        ids = np.zeros((tokens, top_k), np.int32)
+        capacity = exchange.capacity
+        plan = make_plan(ids, num_ranks=ranks, num_local=32, capacity=capacity, form=backend.plan_form)
+        return _fans_out(plan, exchange, 14336)
+
+    assert chosen(128) and chosen(32) and not chosen(8)
+    assert not chosen(128, ranks=8)  # of 8 experts on 8 ranks few are neighbours
+    assert not chosen(128, top_k=6) and not chosen(128, name="nvlink_one_sided")

@@ -343,7 +343,7 @@ def test_a_combine_has_a_buffer_for_sums_or_one_for_what_arrives():
     many, few = GATHERING_CAPACITY, GATHERING_CAPACITY - 1
     assert buffers("nvlink_one_sided", many) == (0, 2 * many * 2 * 2048)
     assert buffers("nvlink_one_sided", few) == (2 * few * 2 * 2048, 0)
-    assert buffers("nvlink_one_sided", many, wire=2112) == (2 * many * 2112,) * 2
+    assert buffers("nvlink_one_sided", many, wire=2112) == (2 * many * 4 * 2048, 2 * many * 2176)
     assert buffers("low_latency", many)[1] == 0
 
 

@@ -46,8 +46,9 @@ class Engine:
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
     reduce_as(y, weights, plan, exchange, out_dtype, wire, counts): `reduce` of float rows that travel quantised, counts
         int32 [R] or [E_loc, R] of them real; None where it cannot do that.
-    reduce_unsummed(rows, plan, exchange, out_dtype) -> [T, D]: `reduce` of `rows.summed(exchange.dtype)`, bit for bit,
-        without making them first; None where it cannot do that for these rows. Not differentiated.
+    reduce_unsummed(rows, plan, exchange, out_dtype, counts) -> [T, D]: `reduce` of `rows.summed(exchange.dtype)`, bit
+        for bit, without making them first, counts int32 [R] of them real; None where it cannot do that for these rows.
+        Not differentiated.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
     row_unit: bytes to a multiple of which received rows and their parts are rounded up.
     collects(exchange, form, row_bytes): whether `reduce` of such rows needs a buffer for what comes back.
@@ -62,7 +63,7 @@ class Engine:
     give_back: Callable[[jax.Array, jax.Array, Plan, Exchange], jax.Array] | None = None
     prepare: Callable[[Plan, Exchange], Plan] | None = None
     reduce_as: Callable[..., jax.Array | None] | None = None
-    reduce_unsummed: Callable[[Unsummed, Plan, Exchange, jnp.dtype], jax.Array | None] | None = None
+    reduce_unsummed: Callable[[Unsummed, Plan, Exchange, jnp.dtype, jax.Array], jax.Array | None] | None = None
     words: str = ""
     staged: bool = False
     row_unit: int = 1
@@ -155,6 +156,10 @@ class Backend(abc.ABC):
             "combine_send": 0 if kernel and kernel.gathers(ex, self.form) else rows * back,
             "combine_receive": 0 if kernel and not kernel.collects(ex, self.form, back) else rows * back,
         }
+        if engine is not None and combine_row_bytes is not None and engine.reduce_as is not None and ex.num_hosts == 1:
+            if self.form == "standard":  # the kernel that sends quantises the experts' float32 sums where they lie
+                sizes["combine_send"] = rows * 4 * layout.hidden
+                sizes["combine_receive"] = rows * -(-back // unit) * unit
         if ex.num_hosts > 1:  # what goes to the hosts and what comes from them
             sizes["between_hosts"] = 2 * ex.num_hosts * ex.host_capacity * (layout.row_bytes + back)
         return sizes

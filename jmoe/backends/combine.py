@@ -30,6 +30,7 @@ def combine(
     backend: Backend,
     exchange: Exchange,
     recv_ids: jax.Array,
+    counts: jax.Array | None = None,
     wire: str | None = None,
     out_dtype=None,
 ) -> jax.Array:
@@ -41,6 +42,7 @@ def combine(
         yet to be taken (standard): by the kernel that sends, where the exchange's engine can, else here.
       weights: float32 [T, K], the routing weights; used by the batched form only, whose owner applies them.
       plan: the plan of the dispatch. recv_ids: `Received.ids`; rows without an id are not used, whatever they hold.
+      counts: `Received.counts`; None: counted here.
       wire: None sends rows in the exchange's dtype (the all-gather backend adds float32 on its way); "mxfp8" quantises.
     Returns:
       [T, D] of out_dtype (None: the exchange's dtype).
@@ -52,14 +54,16 @@ def combine(
             f"combine wire={wire!r}: expert outputs return in the layer's dtype (None) or as 'mxfp8'. Use one of these."
         )
     out_dtype = jnp.dtype(exchange.dtype if out_dtype is None else out_dtype)
+    if counts is None and exchange.engine is not None and backend.kernel_slot:
+        counts = backend.received_counts(recv_ids, exchange)
     if isinstance(y, Unsummed):
         engine = exchange.engine if backend.kernel_slot and wire is None else None
         if engine is not None and engine.reduce_unsummed is not None and y.columns == y.y.shape[1]:
-            return _combine_unsummed(
-                backend, exchange, out_dtype, y.y, y.weights, y.position, jax.lax.stop_gradient(weights), plan, recv_ids
-            )
+            weights = jax.lax.stop_gradient(weights)
+            arrays = (y.y, y.weights, y.position, weights, plan, recv_ids, counts)
+            return _combine_unsummed(backend, exchange, out_dtype, *arrays)
         y = y.summed(_returned_dtype(backend, exchange, wire))
-    return _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids)
+    return _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids, counts)
 
 
 def _returned_dtype(backend: Backend, exchange: Exchange, wire: str | None):
@@ -69,13 +73,13 @@ def _returned_dtype(backend: Backend, exchange: Exchange, wire: str | None):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _combine_unsummed(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids):
+def _combine_unsummed(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids, counts):
     """`_combine` of the rows' sums, which the engine's kernel takes where it can."""
     rows = Unsummed(y, position, factors, y.shape[1])
-    out = exchange.engine.reduce_unsummed(rows, plan, exchange, out_dtype)
+    out = exchange.engine.reduce_unsummed(rows, plan, exchange, out_dtype, counts)
     if out is None:
         rows = rows.summed(_returned_dtype(backend, exchange, None))
-        out = _combine(backend, exchange, None, out_dtype, rows, weights, plan, recv_ids)
+        out = _combine(backend, exchange, None, out_dtype, rows, weights, plan, recv_ids, counts)
     return out
 
 
@@ -84,25 +88,24 @@ def _combine_unsummed_fwd(backend, exchange, out_dtype, *arrays):
 
 
 def _combine_unsummed_bwd(backend, exchange, out_dtype, arrays, dout):
-    y, factors, position, weights, plan, recv_ids = arrays
+    y, factors, position, weights, plan, recv_ids, _ = arrays
     dtype = _returned_dtype(backend, exchange, None)
     like = jnp.zeros((0,), dtype)
     drows = _combine_bwd(backend, exchange, None, out_dtype, (plan, recv_ids, weights, None, like), dout)[0]
     _, pull = jax.vjp(lambda y, factors: Unsummed(y, position, factors, y.shape[1]).summed(dtype), y, factors)
-    return *pull(drows), None, None, None, None
+    return *pull(drows), None, None, None, None, None
 
 
 _combine_unsummed.defvjp(_combine_unsummed_fwd, _combine_unsummed_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids):
+def _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids, counts):
     engine = exchange.engine if backend.kernel_slot else None
     applied = merge_weights(weights, plan) if engine is not None and backend.form == "batched" else None
     if engine is not None and wire is None:
         return engine.reduce(y.astype(exchange.dtype), applied, plan, exchange, out_dtype)
     if engine is not None and engine.reduce_as is not None:
-        counts = backend.received_counts(recv_ids, exchange)
         out = engine.reduce_as(y, applied, plan, exchange, out_dtype, wire=wire, counts=counts)
         if out is not None:
             return out
@@ -145,10 +148,10 @@ def _sum(buffer, backend, wire, out_dtype, y, weights, plan):
     return total.astype(out_dtype)
 
 
-def _combine_fwd(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids):
+def _combine_fwd(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids, counts):
     like = jnp.zeros((0,), y.dtype)
     if backend.form == "standard":
-        out = _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids)
+        out = _combine(backend, exchange, wire, out_dtype, y, weights, plan, recv_ids, counts)
         return out, (plan, recv_ids, weights, None, like)
     buffer = returned(backend, exchange, wire, y, plan, recv_ids)  # the weights' derivative needs these rows
     out = _sum(buffer, backend, wire, out_dtype, y, weights, plan)
@@ -168,7 +171,7 @@ def _combine_bwd(backend, exchange, wire, out_dtype, residuals, dout):
         dy = backend.forward(_weighted_slots(d, weights, plan, backend), plan, exchange)
         dweights = _weight_cotangents(dout, buffer, plan, backend, decoder(d.shape[1], wire))
     dy = _real_rows(dy.reshape(-1, d.shape[1]), recv_ids)
-    return dy.astype(like.dtype), dweights, None, None
+    return dy.astype(like.dtype), dweights, None, None, None
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

@@ -109,8 +109,10 @@ def finish(flight: InFlight, plan: Plan, *, backend: Backend, exchange: Exchange
         expert = jnp.broadcast_to(expert[:, None, None], shape).reshape(-1, 1)
         ids = jnp.where(jnp.any(ids == expert, axis=1, keepdims=True), expert, -1)
         weights = (ids >= 0).astype(jnp.float32)
-    arrived = jnp.any(ids >= 0, axis=1).reshape(shape)
-    return Received(x, ids, weights, jnp.sum(arrived, axis=-1, dtype=jnp.int32))
+    counts = flight.counts
+    if counts is None or backend.takes_rank_mask:
+        counts = jnp.sum(jnp.any(ids >= 0, axis=1).reshape(shape), axis=-1, dtype=jnp.int32)
+    return Received(x, ids, weights, counts)
 
 
 def dispatch_payload(

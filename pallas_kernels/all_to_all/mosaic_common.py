@@ -42,9 +42,12 @@ class Schedule:
     align_rows: bool = True
 
     @classmethod
-    def for_tokens(cls, tokens: int, *, stages: int = 8) -> Schedule:
-        """A block for each token, up to one on each multiprocessor, of which an H200 has 132."""
-        return cls(blocks=max(1, min(132, multiprocessors(), tokens)), stages=stages)
+    def for_tokens(cls, tokens: int, *, counts: int = 0, stages: int = 8) -> Schedule:
+        """A block for each token, up to one on each multiprocessor, of which an H200 has 132.
+
+        counts: how many a dispatch sends besides, a block for every 8 of them at least, as it stores one by one.
+        """
+        return cls(blocks=max(1, min(132, multiprocessors(), max(tokens, counts // 8))), stages=stages)
 
 
 def multiprocessors() -> int:
