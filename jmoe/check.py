@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.compat import refuse_varying
 from pallas_kernels.quantize import QTensor
 
 from .backends import BACKENDS, get_backend
@@ -152,11 +153,7 @@ def check_local(layer: MoELayer, params: MoEParams, x: jax.Array) -> None:
                 f"moe_local takes one rank's tokens, inside a jax.shard_map over {layer.expert_axis!r} with "
                 f"{layer.num_ranks} ranks, and was called {where}. For global arrays call moe(layer, params, x)."
             )
-        if getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", None):
-            raise ValueError(
-                "moe_local was called inside a shard_map that checks varying axes, which kernels do not carry; pass "
-                "check_vma=False to jax.shard_map."
-            )
+        refuse_varying("moe_local", x)
     held = params.experts.gate_up.shape[0]
     if held != layer.num_local:
         raise ValueError(

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax import lax
 
+from .compat import refuse_varying
+
 
 def batchable(kernel: Callable[[Any], Any], plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """kernel, which under `jax.vmap`, for which it has no rule, is `plain`. Both take a pytree of arrays."""
@@ -36,5 +38,6 @@ def on_cuda(kernel: Callable[[Any], Any], plain: Callable[[Any], Any], args: Any
     args: a pytree of arrays. Both give the same results. Under `jax.vmap`, for which kernels have no rule, it is
     `plain`. always: the kernel on every device, for those who asked for it by name.
     """
+    refuse_varying("A kernel", args)
     call = batchable(kernel, plain)
     return call(args) if always else lax.platform_dependent(args, cuda=call, default=plain)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3] if p.isdigit())
@@ -16,6 +18,19 @@ KERNELS_REASON = f"it needs JAX >= 0.11 (this is {jax.__version__})"
 # share, and a kernel that counted on more spills or has its matrix instructions wait for each other. Seen with
 # nvJitLink 13.0 and 13.5; there is no switch.
 REGISTERS_MOVE = JAX_VERSION < (0, 12)
+
+
+def refuse_varying(what: str, args: Any) -> None:
+    """ValueError inside a shard_map that checks varying axes, as it does unless told otherwise.
+
+    Loops and kernels do not carry them, and JAX's own message would be about types that differ.
+    """
+    for leaf in jax.tree.leaves(args):
+        if getattr(getattr(jax.typeof(leaf), "manual_axis_type", None), "varying", None):
+            raise ValueError(
+                f"{what} was called inside a shard_map that checks varying axes, which kernels do not carry; pass "
+                "check_vma=False to jax.shard_map."
+            )
 
 
 def store_slowly(ref, value):

@@ -9,8 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jmoe import MoEConfig, QuantConfig, RouterConfig, build_moe, init_params, moe, moe_local
-from jmoe.compat import shard_map
+from jmoe.compat import KERNELS_SUPPORTED, shard_map
 from jmoe.placement import placement_from_slots
+from pallas_kernels.all_to_all import ragged_all_to_all
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.quantize import quantize
 
 D, F, E, K, T = 64, 32, 8, 2, 16
 PLAIN = MoEConfig(D, F, E, K, dtype="float32")
@@ -156,6 +159,27 @@ def test_a_number_of_tokens_is_an_integer_and_not_negative(tokens):
     for ask in (layer_of().explain, layer_of(ranks=MANY).explain, layer_of().decision, layer_of().memory):
         with pytest.raises(ValueError, match=f"tokens={tokens!r} must be a number of tokens"):
             ask(tokens)
+
+
+@pytest.mark.parametrize("kernel", ["grouped_matmul", "quantize", "ragged_all_to_all"])
+def test_kernels_in_a_shard_map_that_checks_varying_axes_say_how_to_turn_that_off(kernel):
+    if kernel != "grouped_matmul" and not KERNELS_SUPPORTED:
+        pytest.skip("without kernels XLA does it, which carries them")
+    none = jnp.zeros((4,), jnp.int32)
+    call = {
+        "grouped_matmul": lambda x: grouped_matmul(x, x[None], jnp.full((1,), 4, jnp.int32)),
+        "quantize": lambda x: quantize(x, "mxfp8").data,
+        "ragged_all_to_all": lambda x: ragged_all_to_all(x, x, none, none, none, none, axis_name="ep"),
+    }[kernel]
+    for check in (True, False):
+        mapped = jax.shard_map(
+            call, mesh=layer_of(ranks=MANY).mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check
+        )
+        if check:
+            with pytest.raises(ValueError, match="shard_map that checks varying axes.*check_vma=False"):
+                jax.eval_shape(mapped, jnp.zeros((16, 64)))
+        else:
+            assert jax.eval_shape(mapped, jnp.zeros((16, 64))).shape[0] == 16
 
 
 def test_a_placement_must_be_one_of_this_layer():

@@ -300,6 +300,9 @@ def test_shared_expert_padded_hidden_and_sigmoid_router_work_together():
     one = run(config, params, x, "auto")
     many = run(config, params, x, "nvlink_two_sided", mesh_of((8,)))
     assert one.shape == (T, 100) and error(many, np.asarray(one, np.float64)) < 1e-6
+    layer, valid = build_moe(config), jnp.arange(T) % 3 > 0
+    masked = np.asarray(jax.jit(lambda p, x: moe(layer, p, x, valid=valid))(params, x))
+    assert not masked[::3].any() and error(masked[valid], np.asarray(one, np.float64)[valid]) < 1e-6
 
 
 def test_nixl_rank_mask_is_data_and_does_not_retrace():

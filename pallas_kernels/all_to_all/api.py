@@ -149,6 +149,7 @@ def _run(axis_name, implementation, operand, output, *tables):
 
     if reason is None:
         compat.refuse_varying("ragged_all_to_all", (operand, output, *tables))
+
     # JAX cannot map a ragged all-to-all over an axis of its operands, nor a kernel; the reference can be.
     def plain(args):
         return reference(*args)

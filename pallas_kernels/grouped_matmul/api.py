@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from ..compat import refuse_varying
 from ..derivatives import first_only
 from ..quantize import QTensor
 from . import blackwell_entry, mosaic_entry, portable, triton_entry
@@ -234,6 +235,7 @@ def grouped_matmul(
             "contract their last axis): transpose w if it is [G, K, N]."
         )
     group_sizes = jnp.asarray(group_sizes)
+    refuse_varying("grouped_matmul", (x, w, group_sizes))
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer) or w.shape[0] == 0:
         raise ValueError(
             f"grouped_matmul got {w.shape[0]} weights and group_sizes of {group_sizes.dtype}; it takes one weight or "
