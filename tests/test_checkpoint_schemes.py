@@ -11,11 +11,11 @@ import pytest
 from checkpoint_reference import MODELS, as_dict, bits, clone, golden, moe, read_tensors, reconfigure, relative, rewrite
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jmoe.checkpoint import Checkpoint, CheckpointError, load_moe_layer
+from jmoe.checkpoint import Checkpoint, CheckpointError, load_moe_layer, read_rest
 from jmoe.layer import build_moe
 from jmoe.layer import moe as moe_layer
 from jmoe.placement import local_slice, placement_from_slots
-from pallas_kernels.quantize import QTensor
+from pallas_kernels.quantize import QTensor, dequantize, quantize
 
 QUANTISED = {
     "qwen3_moe_nvfp4_modelopt": ("nvfp4_modelopt", "nvfp4", 4.5),
@@ -117,6 +117,48 @@ def test_block_scales_may_be_bfloat16_or_powers_of_two(tmp_path):
         pytest.raises(CheckpointError, match="not powers of two, though scale_fmt is 'ue8m0'"),
     ):
         load_moe_layer(ckpt, 1)
+
+    def powers_but_in_the_shared_expert(tensors):
+        kept = {k: v for k, v in tensors.items() if "shared_experts" in k}
+        powers(tensors, "f32")
+        tensors.update(kept)
+
+    rewrite(folder, powers_but_in_the_shared_expert)
+    with Checkpoint(folder) as ckpt, pytest.raises(CheckpointError, match="shared_experts.*not powers of two"):
+        load_moe_layer(ckpt, 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe_nvfp4_modelopt", "qwen3_moe_nvfp4_ct", "qwen3_moe_mxfp8"])
+def test_a_quantised_matrix_outside_the_experts_is_decoded(name, tmp_path):
+    module = "model.layers.0.self_attn.q_proj"
+    q = []
+
+    def quantise(tensors):
+        w = jnp.asarray(tensors.pop(f"{module}.weight"))
+        q.append(quantize(w, QUANTISED[name][1]))
+        data, scale, g = (
+            None if a is None else np.asarray(a) for a in (q[0].data, q[0].block_scale, q[0].global_scale)
+        )
+        one = np.ones((), np.float32)
+        forms = {
+            "nvfp4_modelopt": dict(weight=data, weight_scale=scale, weight_scale_2=g, input_scale=one),
+            "nvfp4_ct": dict(weight_packed=data, weight_scale=scale, weight_global_scale=g, input_global_scale=one),
+            "mxfp8": dict(weight=data, weight_scale=scale),
+        }
+        parts = forms[QUANTISED[name][0]]
+        if "weight_global_scale" in parts:  # compressed-tensors stores what the values were divided by
+            parts["weight_global_scale"] = (1 / parts["weight_global_scale"]).reshape(1).astype(np.float32)
+        tensors.update({f"{module}.{suffix}": part for suffix, part in parts.items()})
+
+    def ignore_the_others(config):
+        kept = [p for p in config["quantization_config"]["ignore"] if "self_attn" not in p]
+        others = [f"model.layers.{i}.self_attn.{n}_proj" for i in range(2) for n in "qkvo"]
+        config["quantization_config"]["ignore"] = kept + [o for o in others if o != module]
+
+    folder = reconfigure(rewrite(clone(name, tmp_path / "folder"), quantise), ignore_the_others)
+    with Checkpoint(folder) as ckpt:
+        got = read_rest(ckpt, dtype="float32", only=lambda key: module in key)
+    np.testing.assert_allclose(got[f"{module}.weight"], dequantize(q[0], jnp.float32), rtol=1e-6)
 
 
 def test_e8m0_scales_may_have_their_own_type_and_name(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jmoe import rebalance
 from jmoe.checkpoint import Checkpoint, load_moe_layer
 from jmoe.layer import build_moe, moe
 from jmoe.placement import even_placement, placement_from_slots
@@ -152,3 +153,12 @@ def test_moves_that_do_not_fit_are_refused(model):
     assert with_room(even_placement(4, 2), 3).replicas.shape == (4, 3)
     with pytest.raises(ValueError, match="replicas=1, but an expert has 4"):
         with_room(placement_from_slots([[0, 1]] * 4, 2), 1)
+
+
+def test_an_expert_that_stays_on_its_rank_is_not_fetched_from_another():
+    old = placement_from_slots([[0, 1], [1, 2], [2, 0]], 3)
+    new = placement_from_slots([[1, 2], [0, 1], [0, 2]], 3)
+    taken = rebalance._sources(old, new)
+    np.testing.assert_array_equal(np.asarray(old.slots).reshape(-1)[taken], np.asarray(new.slots).reshape(-1))
+    stays = np.array([True, False, False, True, True, True])  # by slots of the new placement
+    np.testing.assert_array_equal(taken[stays] // 2, (np.arange(6) // 2)[stays])
