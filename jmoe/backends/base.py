@@ -52,6 +52,8 @@ class Engine:
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
     row_unit: bytes to a multiple of which received rows and their parts are rounded up.
     collects(exchange, form, row_bytes): whether `reduce` of such rows needs a buffer for what comes back.
+    fans_out(exchange, form, tokens, top_k, data_bytes): whether a batched dispatch of rows with so many bytes of data
+        sends them once to each rank, which copies them to the token's other experts.
     gathers(exchange, form): whether `reduce_unsummed` takes the sums, which then need no buffer of their own.
     """
 
@@ -69,6 +71,7 @@ class Engine:
     row_unit: int = 1
     collects: Callable[[Exchange, str, int], bool] = lambda exchange, form, row_bytes: False
     gathers: Callable[[Exchange, str], bool] = lambda exchange, form: False
+    fans_out: Callable[[Exchange, str, int, int, int], bool] = lambda *sizes: False
 
 
 @dataclasses.dataclass(frozen=True)

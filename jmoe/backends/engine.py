@@ -94,18 +94,17 @@ def push(rows: jax.Array, plan: Plan, exchange: Exchange) -> tuple[jax.Array, ja
     return out[..., :width], counts
 
 
-def _fans_out(plan: Plan, exchange: Exchange, data_bytes: int) -> bool:
-    """Whether a batched dispatch of rows of so many bytes copies them at the receiver."""
+def fans_out(exchange: Exchange, form: str, tokens: int, top_k: int, data_bytes: int) -> bool:
+    """Whether a batched dispatch of rows with so many bytes of data copies them at the receiver."""
+    num_ranks = exchange.num_ranks
+    saved = tokens * data_bytes * max(0, top_k - num_ranks) * (num_ranks - 1) / num_ranks
+    if form != "batched" or saved < FAN_OUT_BYTES:
+        return False
     from pallas_kernels.all_to_all.mosaic_common import Form, Schedule
     from pallas_kernels.all_to_all.mosaic_fan_out import FanOut
 
-    (tokens, top_k), num_ranks = plan.slot.shape, exchange.num_ranks
-    saved = tokens * data_bytes * max(0, top_k - num_ranks) * (num_ranks - 1) / num_ranks
-    if plan.form != "batched" or saved < FAN_OUT_BYTES:
-        return False
-    assert isinstance(exchange.axis_name, str)
-    form = Form(exchange.axis_name, num_ranks, exchange.capacity, exchange.num_local)
-    return FanOut(form, tokens, top_k, Schedule.for_tokens(tokens, counts=form.num_counts).blocks).obstacle is None
+    sizes = Form(str(exchange.axis_name), num_ranks, exchange.capacity, exchange.num_local)
+    return FanOut(sizes, tokens, top_k, Schedule.for_tokens(tokens, counts=sizes.num_counts).blocks).obstacle is None
 
 
 def packed_row(layout: RowLayout):
@@ -152,7 +151,7 @@ def push_encoding(
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
         apart=True,
-        fan_out=_fans_out(plan, exchange, layout.data_bytes),
+        fan_out=fans_out(exchange, plan.form, *ids.shape, layout.data_bytes),
     )
     return from_bytes(rest.reshape(-1, rest.shape[-1]), jnp.int32), counts, data.reshape(-1, layout.data_bytes)
 
@@ -180,7 +179,7 @@ def push_apart(
         target=plan.target if batched else None,
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
-        fan_out=_fans_out(plan, exchange, x.shape[1] * x.dtype.itemsize),
+        fan_out=fans_out(exchange, plan.form, *ids.shape, x.shape[1] * x.dtype.itemsize),
     )
     return data.reshape(-1, x.shape[1]), rest.reshape(-1, rest.shape[-1]), counts
 
@@ -337,4 +336,5 @@ ENGINE = Engine(
     row_unit=ROW_UNIT,
     collects=lambda exchange, form, row_bytes: gathers(exchange, form) or _writes(exchange, form, row_bytes),
     gathers=gathers,
+    fans_out=fans_out,
 )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+from pallas_kernels.quantize.formats import FORMATS
+
 from ..caps import DeviceCaps
 from ..config import MoEConfig
 from ..plan import host_capacity
@@ -34,12 +36,16 @@ def remote_rows(
     capacity: int,
     num_hosts: int = 1,
     kernel_inside: bool = False,
+    once: bool = False,
 ) -> float:
     """Rows that leave one rank in a dispatch (and come back in a combine), padding included where it travels.
 
     capacity: C of this backend, for each pair of source and target (batched: of source and expert). num_hosts: H.
     kernel_inside: whether a kernel, which sends no padding, moves the rows of an exchange in two steps inside a host.
+    once: whether a token's row goes once to each rank in the batched form too, and is copied there.
     """
+    if once:
+        return tokens * ranks_per_token(config, num_ranks) * (num_ranks - 1) / num_ranks
     if decision.transport != "hierarchical":
         return _rows(decision, config, num_ranks, tokens, capacity, share=(num_ranks - 1) / num_ranks)
     across = host_rows(decision, config, num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=num_hosts)
@@ -94,6 +100,10 @@ def exchange_seconds(decision: Decision, nbytes: float, caps: DeviceCaps, *, bac
         kind = "ragged"
     if kind == "remote_writes" and back:
         kind = "remote_writes, back"
+        if decision.combine_wire in FORMATS:
+            if decision.form == "batched":  # by XLA
+                return None
+            kind = "remote_writes, back, quantised"
     elif kind == "remote_writes" and decision.quantised_wire:
         kind = "remote_writes, quantised"
     return _interpolate(CURVES[kind], nbytes)

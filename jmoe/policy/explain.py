@@ -200,9 +200,16 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
     if hosts > 1 and caps.local_kernels:  # reads and writes rows where they lie
         memory = memory | {"dispatch_send": 0, "combine_receive": 0}
     counted = dict(num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=caps.num_hosts)
-    rows = cost.remote_rows(decision, config, **counted, kernel_inside=caps.local_kernels)
+    k = config.num_experts_per_tok
+    once = engine is not None and engine.fans_out(exchange, decision.form, tokens, k, layout.data_bytes)
+    inside = caps.local_kernels
+    rows = cost.remote_rows(decision, config, **counted, kernel_inside=inside, once=once)
+    rows_back = cost.remote_rows(decision, config, **counted, kernel_inside=inside)
     dispatch = cost.exchange_seconds(decision, rows * layout.row_bytes, caps)
-    combine = cost.exchange_seconds(decision, rows * back, caps, back=True)
+    rates = rates_for(caps)
+    if once and dispatch is not None and rates is not None:
+        dispatch += 2 * (rows_back - rows) * layout.data_bytes / rates.rows
+    combine = cost.exchange_seconds(decision, rows_back * back, caps, back=True)
     layer = layer_seconds(config, tokens=tokens, num_ranks=num_ranks, caps=caps)
     if layer is not None:
         if gathers and combine is not None:
@@ -215,7 +222,7 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
         rows_away=rows,
         host_bytes=cost.host_rows(decision, config, **counted) * layout.row_bytes,
         dispatch_bytes=rows * layout.row_bytes,
-        combine_bytes=rows * back,
+        combine_bytes=rows_back * back,
         dispatch_seconds=dispatch,
         combine_seconds=combine,
         layer=layer,
