@@ -154,7 +154,7 @@ def test_every_wire_format_travels_bit_for_bit(program, wire, hidden):
 @pytest.mark.parametrize(
     "backend, wire", [("low_latency", "nvfp4_token"), ("low_latency", "fp8_128"), ("nixl_ep", "bfloat16")]
 )
-@pytest.mark.parametrize("tokens, top_k", [(0, 4), (1, 1), (64, 22), (140, 8)])
+@pytest.mark.parametrize("tokens, top_k", [(0, 4), (1, 1), (64, 22), (128, 8), (140, 8)])
 @program_of(lambda backend, wire, tokens, top_k: exchanged(backend, tokens, wire, 4096, MANY, top_k))
 def test_batched_form_equals_the_portable_collectives(program, backend, wire, tokens, top_k):
     for router in ROUTERS:
