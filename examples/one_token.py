@@ -5,8 +5,8 @@ At one token a layer of `qwen3_moe.py` reads its weights in some 25 us, and each
     what the last layer added, norm and projections | attention in parts | the parts' sum and the output projection |
     norm and router | choice of experts | gate, up and activation | down and the weighted sum
 
-by the kernels of `pallas_kernels.decode`. Experts in a low-bit format go through the grouped matmuls, in eight kernels
-or a few more. The results are those of `Qwen3Moe.hidden`, up to the order of sums and roundings.
+by the kernels of `pallas_kernels.decode`. Experts whose weights those do not read go through the grouped matmuls, in
+eight kernels or a few more. The results are those of `Qwen3Moe.hidden`, up to the order of sums and roundings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jmoe.experts.gated import gated_projection
 from jmoe.experts.weights import in_dtype
 from jmoe.nn import MoE
 from pallas_kernels import decode
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import Gate, grouped_matmul
 from pallas_kernels.route import Rule, choose_experts
 
 
@@ -50,10 +50,9 @@ def why_not(model: Any, batch: int) -> str | None:
 
 def direct(mlp: MoE, x: jax.Array) -> bool:
     """Whether the experts' matmuls are kernels for one token, too, and not grouped matmuls."""
-    if mlp.config.activation != "silu" or mlp.config.quant.weights is not None:
-        return False
-    weights = mlp.gate_up[...], mlp.down[...]
-    return decode.experts_obstacle(x, *weights, mlp.config.num_experts_per_tok) is None
+    held = in_dtype(mlp.params.experts, x.dtype)
+    ids = jax.ShapeDtypeStruct((1, mlp.config.num_experts_per_tok), jnp.int32)
+    return decode.experts_obstacle(x, ids, held.gate_up, held.down) is None
 
 
 def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> jax.Array | decode.Weighted:
@@ -61,11 +60,12 @@ def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> j
     config, params = mlp.config, mlp.params
     fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
     rule = Rule(config.num_experts_per_tok, **{f: getattr(config.router, f) for f in fields})
+    held = in_dtype(params.experts, rows.dtype)
     if direct(mlp, rows):
         ids, weights = choose_experts(logits, params.correction_bias, rule, valid=valid)
-        return decode.experts(rows, ids[0], weights[0], params.experts.gate_up, params.experts.down)
+        gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+        return decode.experts(rows, ids, weights, held.gate_up, held.down, gate=gate)
     weights, places, sizes = decode.route(logits, params.correction_bias, rule, valid=valid)
-    held = in_dtype(params.experts, rows.dtype)
     hidden = gated_projection(rows, None, held, sizes, config)
     y = grouped_matmul(hidden, held.down, sizes, out_dtype=rows.dtype, zero_tail=False)
     return decode.Weighted(y, places, weights)

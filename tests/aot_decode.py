@@ -16,7 +16,7 @@ def kernels():
     from pallas_kernels.route import Rule
 
     bf16, f32, i32, how = jnp.bfloat16, jnp.float32, jnp.int32, dict(implementation="mosaic_sm90")
-    row, scale, d, heads, groups, experts = ((1, 2048), bf16), ((2048,), bf16), 2048, 32, 4, (128, 2, 768, 2048)
+    row, scale, d, heads, groups = ((1, 2048), bf16), ((2048,), bf16), 2048, 32, 4
     weighted = [((8, d), bf16), ((8,), i32), ((8,), f32)]
 
     def norm(x, s, w, *add, out=bf16, copies=1):
@@ -49,8 +49,6 @@ def kernels():
         merged = [((parts, heads, 128), bf16), ((parts, heads, 2), f32), ((d, 4096), bf16), row]
         yield f"output, {parts} parts", lambda o, w, *a: decode.merged_linear(decode.Partial(o, w), *a, **how), merged
     yield "choice", lambda x, v: decode.route(x, None, Rule(8), valid=v, **how), [((1, 128), f32), ((1,), bool)]
-    weights = [(experts, bf16), ((128, d, 768), bf16)]
-    yield "experts", lambda *a: decode.experts(*a, **how), [row, ((8,), i32), ((8,), f32), *weights]
 
 
 if __name__ == "__main__":

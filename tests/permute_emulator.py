@@ -1,6 +1,7 @@
 """Runs the kernels of `pallas_kernels.permute` and `.route` with numpy: all threads of a grid at once, in lockstep."""
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from quantize_emulator import POISON, Machine, Memory
 from quantize_numpy import U
@@ -10,6 +11,12 @@ def warps(a, fn):
     """fn([warps, 32]) -> [warps, 32] or [warps]."""
     out = fn(np.asarray(a).reshape(-1, 32))
     return U((np.repeat(out, 32) if out.ndim == 1 else out.reshape(-1)).astype(np.uint32))
+
+
+def _halves(words, half):
+    """float32 values of the lower and the upper halves."""
+    dtype = ml_dtypes.bfloat16 if half == "bf16" else np.float16
+    return [(np.asarray(words) >> s).astype(np.uint16).view(dtype).astype(np.float32) for s in (0, 16)]
 
 
 class Threads(Machine):
@@ -45,6 +52,36 @@ class Threads(Machine):
 
     def popcount(self, a):
         return U(np.bitwise_count(np.asarray(self.all(a), np.uint32)))
+
+    def mul_bf16(self, a, b):
+        pairs = zip(_halves(self.all(a), "bf16"), _halves(self.all(b), "bf16"), strict=True)
+        low, high = ((p * q).astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32) for p, q in pairs)
+        return U(low | high << 16)
+
+    def half_twice(self, a, upper):
+        half = np.asarray(self.all(a)) >> (16 if upper else 0) & 0xFFFF
+        return U(half | half << 16)
+
+    def mma(self, a, b, c, half):
+        left, right = np.zeros((2, self.active.size // 32, 16, 16))
+        right = right[:, :, :8]
+        g, t = np.divmod(np.arange(32), 4)
+        for i, word in enumerate(a):
+            for j, value in enumerate(_halves(self.all(word), half)):
+                left[:, g + 8 * (i % 2), 2 * t + 8 * (i // 2) + j] = value.reshape(-1, 32)
+        for i, word in enumerate(b):
+            for j, value in enumerate(_halves(self.all(word), half)):
+                right[:, 2 * t + 8 * i + j, g] = value.reshape(-1, 32)
+        product = left @ right
+        return [
+            (self.all(c[i]) + product[:, g + 8 * (i // 2), 2 * t + i % 2].reshape(-1)).astype(np.float32)
+            for i in range(4)
+        ]
+
+    def prefetch(self, at, size, where):
+        on, start = at._places(16, self.all(where))
+        assert not (start[on] % 16).any() and not (self.all(size)[on] % 16).any()
+        assert (self.all(size)[on] > 0).all() and (start[on] + self.all(size)[on] <= len(at.data)).all()
 
     def add_shared(self, at, value, where):
         on, start = at._places(4, where)

@@ -99,20 +99,6 @@ def test_experts_of_one_token_and_their_places(experts, valid, rng):
         np.testing.assert_array_equal(np.repeat(np.arange(experts), sizes)[places], ids[0])
 
 
-@pytest.mark.parametrize(("columns", "width", "top_k"), [(256, 256, 1), (512, 256, 6), (256, 768, 8)])
-def test_one_tokens_experts(columns, width, top_k, rng):
-    x, gate_up, down = draw(rng, 1, columns), draw(rng, 9, 2, width, columns), draw(rng, 9, columns, width)
-    ids = jnp.asarray(rng.permutation(9)[:top_k], jnp.int32)
-    weights = jnp.asarray(rng.normal(size=top_k), jnp.float32)
-    if top_k > 1:
-        ids, weights = ids.at[1].set(-1), weights.at[1].set(jnp.nan)
-    scale = jnp.asarray(0.05, x.dtype)
-    args = (x, ids, weights, gate_up * scale, down * scale)
-    close(mosaic_experts.run_experts(*args), reference.experts(*args), 4e-3)
-    nobody = mosaic_experts.run_experts(x, ids * 0 - 1, weights, *args[3:])
-    assert not np.asarray(nobody).any()
-
-
 SHAPES = [(8, 1, 128, 5), (8, 2, 300, 260), (4, 4, 130, 0), (4, 2, 700, 699), (2, 2, 5000, 4999), (16, 2, 2100, 77)]
 
 
@@ -203,5 +189,5 @@ def test_what_the_kernels_cannot_do_is_said(rng):
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_machine_code_fits_the_registers(arch):
     report = aot_report("aot_decode.py", arch)
-    assert len(report) == 9
+    assert len(report) == 8
     assert all(0 < registers <= 168 and not spilled for registers, spilled, _ in report.values()), report

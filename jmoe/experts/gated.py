@@ -62,10 +62,10 @@ def gated_projection(
     def in_steps(rows, through, w, bias, sizes):
         return apart(rows, through, w, bias, sizes, None)
 
-    return _joined(together, in_steps, (rows, through, w, bias), sizes)
+    return joined(together, in_steps, (rows, through, w, bias), sizes)
 
 
-def _joined(together, apart, floats, sizes):
+def joined(together, apart, floats, sizes):
     """together(*floats, sizes), or where a gradient is taken apart(*floats, sizes), which has one.
 
     floats: arrays; what is None or a QTensor takes no gradient.
@@ -119,7 +119,7 @@ def quantised_projection(
             q = gated_matmul_quantize(rows, w, sizes, gate, fmt, zero_tail=False)
             return q, jnp.zeros(q.shape, config.jnp_dtype)
 
-        return _joined(together, apart, (rows, through, w), sizes)
+        return joined(together, apart, (rows, through, w), sizes)
     how: Any = dict(bias=False, out_dtype=config.jnp_dtype, implementation=implementation)
     if gated_obstacle(rows, w, **how) is None or flat_gate_up(w) is None:
         return None

@@ -29,6 +29,7 @@ from pallas_kernels.permute import (
 from pallas_kernels.quantize import QTensor
 
 from ..config import MoEConfig
+from . import few
 from .bias import group_rows
 from .gated import gated_projection, quantised_projection
 from .inputs import check_input, quantize_rows
@@ -75,19 +76,44 @@ def apply_experts(
     Raises ValueError for shapes and formats that do not fit; if the rows would be quantised twice or, although the
     configuration asks for it, never; and for a QTensor of another contract (per-token against per-tensor NVFP4).
     """
-    rows = apply_experts_unsummed(
-        x,
-        ids,
-        weights,
-        params,
-        config,
-        experts=experts,
-        quantize_input=quantize_input,
-        straight_through=straight_through,
-        order=order,
-        implementation=implementation,
-    )
-    return rows.summed(out_dtype)
+
+    def in_steps(x, ids, weights, params):
+        rows = apply_experts_unsummed(
+            x,
+            ids,
+            weights,
+            params,
+            config,
+            experts=experts,
+            quantize_input=quantize_input,
+            straight_through=straight_through,
+            order=order,
+            implementation=implementation,
+        )
+        return rows.summed(out_dtype)
+
+    how: Any = dict(quantize_input=quantize_input, implementation=implementation)
+    if order is None and takes_few_rows(x, ids, params, config, experts=experts, **how):
+        return few.few_rows(x, ids, weights, params, config, in_steps, out_dtype=out_dtype)
+    return in_steps(x, ids, weights, params)
+
+
+def takes_few_rows(
+    x: jax.Array | QTensor,
+    ids: jax.Array,
+    params: ExpertWeights,
+    config: MoEConfig,
+    *,
+    experts: str = "grouped",
+    quantize_input: bool = False,
+    straight_through: jax.Array | None = None,
+    implementation: str | None = None,
+) -> bool:
+    """Whether `apply_experts` of these takes the way of few rows (few.py), which leaves nothing unsummed."""
+    del straight_through
+    if implementation is not None or get_experts(experts).form != "standard":
+        return False
+    return few.obstacle(x, ids, params, config, quantize_input=quantize_input) is None
 
 
 def apply_experts_unsummed(

@@ -9,12 +9,15 @@ Letters: D hidden, N outputs of a linear map (or slots of the cache), H query he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ..grouped_matmul import Gate
 from ..permute.thread import CONFIRMED, environment_obstacle, pick
+from ..quantize import QTensor
 from ..route import Rule
 from ..route.mosaic_sm90 import obstacle as choice_obstacle
 from . import mosaic_attend, mosaic_experts, mosaic_linear, reference
@@ -103,29 +106,56 @@ def experts(
     x: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: jax.Array | QTensor,
+    down: jax.Array | QTensor,
     *,
+    gate: Gate = Gate(),  # noqa: B008
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    out_dtype=None,
+    otherwise: Callable[..., jax.Array] | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """One token through its experts: the weighted sum of down[e] . (silu(gate[e] . x) * (up[e] . x)) over e in ids.
+    """A few tokens through their experts: for each token the weighted sum over its ids e of
 
-    x: [1, D]. ids: int32 [K], -1 for none. weights: float32 [K]. gate_up: [E, 2, F, D]. down: [E, D, F].
-    Returns [1, D] in x's dtype.
+    down[e] . (act(gate[e] . x) * (up[e] . x)), with biases where given.
+
+    x: [T, D]. ids: int32 [T, K], anything outside [0, E) for none. weights: float32 [T, K]. gate_up: [E, 2, F, D],
+    down: [E, D, F], arrays or QTensors. gate_up_bias: [E, 2, F]. down_bias: [E, D]. otherwise: what computes it from
+    (x, ids, weights, gate_up, down, gate_up_bias, down_bias) where the kernels do not, in place of plain JAX.
+    Returns [T, D] in out_dtype, x's unless given. There is no gradient.
     """
-    if gate_up.shape[0] != down.shape[0] or gate_up.shape[2:] != (down.shape[2], x.shape[1]) or x.shape[0] != 1:
+    fits = gate_up.shape[0] == down.shape[0] and gate_up.shape[2:] == (down.shape[2], x.shape[1])
+    if not fits or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(
-            f"experts got x {x.shape}, gate_up {gate_up.shape} and down {down.shape}; it takes [1, D], [E, 2, F, D] "
-            "and [E, D, F]."
+            f"experts got x {x.shape}, ids {ids.shape}, weights {weights.shape}, gate_up {gate_up.shape} and down "
+            f"{down.shape}; it takes [T, D], [T, K], [T, K], [E, 2, F, D] and [E, D, F]."
         )
-    why = mosaic_experts.experts_obstacle(x, gate_up, down, ids.shape[0]) or environment_obstacle()
-    kernel, plain = (lambda a, f=f: f(*a) for f in (mosaic_experts.run_experts, reference.experts))
-    return pick("decode", implementation, why, kernel, plain, (x, ids, weights, gate_up, down))
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    why = mosaic_experts.experts_obstacle(x, ids, gate_up, down, gate_up_bias, down_bias) or environment_obstacle()
+    args = (x, ids, weights, gate_up, down, gate_up_bias, down_bias)
+    how = dict(gate=gate, out_dtype=out_dtype)
+
+    def plain(a):
+        return reference.experts(*a, **how) if otherwise is None else otherwise(*a)
+
+    return pick("experts", implementation, why, lambda a: mosaic_experts.run_experts(*a, **how), plain, args)
 
 
-def experts_obstacle(x: jax.Array, gate_up: jax.Array, down: jax.Array, top_k: int) -> str | None:
-    """Why `experts` has no kernels for these, or None."""
-    return mosaic_experts.experts_obstacle(x, gate_up, down, top_k) or environment_obstacle()
+def experts_obstacle(
+    x: jax.Array,
+    ids: jax.Array,
+    gate_up: jax.Array | QTensor,
+    down: jax.Array | QTensor,
+    *,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+) -> str | None:
+    """Why `experts` has no kernels for these, or does not use them unless it is asked to; or None."""
+    if "experts" not in CONFIRMED:
+        return "its kernels have not run on a GPU since their last change"
+    why = mosaic_experts.experts_obstacle(x, ids, gate_up, down, gate_up_bias, down_bias)
+    return why or environment_obstacle()
 
 
 def attend(

@@ -7,6 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from ..grouped_matmul import gated_product
+from ..quantize import QTensor, dequantize
 from ..route.reference import mask_rows, select, weigh
 
 LOG2E = math.log2(math.e)
@@ -43,15 +45,23 @@ def route(rule, logits, bias, valid):
     return jnp.where(valid[:, None], weights, jnp.float32(0))[0], jnp.where(valid, places, -1), sizes
 
 
-def experts(x, ids, weights, gate_up, down):
-    there = ids >= 0
-    chosen = jnp.maximum(ids, 0)
+def experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, *, gate, out_dtype):
+    there = (ids >= 0) & (ids < gate_up.shape[0])
+    chosen = jnp.where(there, ids, 0)  # [T, K]
     f32 = jnp.float32
-    both = jnp.einsum("d,kifd->kif", x[0].astype(f32), gate_up[chosen].astype(f32), precision="highest")
-    hidden = (jax.nn.silu(both[:, 0]) * both[:, 1]).astype(x.dtype)
-    y = jnp.einsum("kf,kdf->kd", hidden.astype(f32), down[chosen].astype(f32), precision="highest")
-    y = jnp.where(there[:, None], y, f32(0)) * jnp.where(there, weights, f32(0))[:, None]
-    return y.sum(0, keepdims=True).astype(x.dtype)
+
+    def of_chosen(w):
+        return (dequantize(w, f32) if isinstance(w, QTensor) else w.astype(f32))[chosen]
+
+    both = jnp.einsum("td,tkifd->tkif", x.astype(f32), of_chosen(gate_up), precision="highest")
+    if gate_up_bias is not None:
+        both = both + of_chosen(gate_up_bias)
+    hidden = gated_product(both[:, :, 0], both[:, :, 1], gate).astype(x.dtype)
+    y = jnp.einsum("tkf,tkdf->tkd", hidden.astype(f32), of_chosen(down), precision="highest")
+    if down_bias is not None:
+        y = y + of_chosen(down_bias)
+    y = jnp.where(there[..., None], y, f32(0)) * jnp.where(there, weights, f32(0))[..., None]
+    return y.sum(1).astype(out_dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -52,6 +52,33 @@ class Thread(Ops):
     def popcount(self, a: U) -> U:
         return U(_asm([_i32()], [a], "popc.b32 $0, $1;", "=r,r")[0])
 
+    def mul_bf16(self, a: U, b: U) -> U:
+        """Products of two pairs of bfloat16, rounded; subnormals are kept."""
+        return U(_asm([_i32()], [a, b], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")[0])
+
+    def half_twice(self, a: U, upper: bool) -> U:
+        """One half of a in both halves. As a factor it costs no instruction."""
+        text = f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {{{'h, h' if upper else 'l, l'}}}; }}"
+        return U(_asm([_i32()], [a], text, "=r,r")[0])
+
+    def mma(self, a: Sequence[U], b: Sequence[U], c: Sequence[F], half: str) -> list[F]:
+        """c [16, 8] + a [16, 16] . b [16, 8] of the warp, of pairs of `half` ("bf16" or "f16"), as m16n8k16 has them.
+
+        Lane 4g + t has rows g and g + 8, columns 2t, 2t + 1 of a (then the columns 8 further), rows 2t, 2t + 1 of b's
+        column g (then the rows 8 further), and columns 2t, 2t + 1 of c's rows g, then g + 8.
+        """
+        text = (
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 "
+            "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+        )
+        constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+        return [F(v) for v in _asm([ir.F32Type.get()] * 4, [*a, *b, *c], text, constraints)]
+
+    def prefetch(self, at: Pointer, size: U, where: P):
+        """Asks for `size` bytes of device memory to be brought into L2; both multiples of 16."""
+        text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$0], $1; }"
+        _asm([], [at.address, size, arith.extui(_i32(), where.v)], text, "l,r,r", effects=True)
+
     def add_shared(self, at: Pointer, value: U, where: P):
         """Atomic addition to a word of shared memory."""
         text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p red.shared.add.u32 [$0], $1; }"

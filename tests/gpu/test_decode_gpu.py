@@ -57,16 +57,6 @@ def test_a_weighted_sum_of_rows_is_added_and_the_normed_row_is_copied(rng, outpu
     assert all(error(a, b) < 5e-3 for a, b in zip(kernel, xla, strict=True))
 
 
-@pytest.mark.parametrize("columns,width", [(2048, 768), (7168, 2048)])
-def test_one_tokens_experts(rng, columns, width):
-    gate_up, down = draw(rng, 16, 2, width, columns), draw(rng, 16, columns, width)
-    ids = jnp.asarray(rng.permutation(16)[:8], jnp.int32).at[3].set(-1)
-    weights = jnp.asarray(rng.standard_normal(8), jnp.float32).at[3].set(jnp.nan)
-    scale = jnp.asarray(columns**-0.5, jnp.bfloat16)
-    kernel, xla = both(decode.experts, draw(rng, 1, columns), ids, weights, gate_up * scale, down * scale)
-    assert error(kernel, xla) < 6e-3
-
-
 @pytest.mark.parametrize("experts,rule", [(128, Rule(8)), (256, Rule(8, score="sigmoid", num_groups=8, group_topk=4))])
 @pytest.mark.parametrize("valid", [True, False])
 def test_experts_of_one_token_and_their_places(rng, experts, rule, valid):
@@ -138,9 +128,7 @@ def test_a_step_of_one_sequence_is_the_models(weights):
     with jax.numpy_dtype_promotion("standard"):
         config = qwen3_moe.Config.from_hf(hf, dtype="bfloat16", quant=QuantConfig(weights=weights))
         model = qwen3_moe.random_model(config, key=jax.random.key(0))
-        assert one_token.why_not(model, 1) is None and one_token.direct(model.layers[0].mlp, draw_row()) == (
-            not weights
-        )
+        assert one_token.why_not(model, 1) is None
         ids = jax.random.randint(jax.random.key(1), (12, 40), 0, 4096, jnp.int32)
         _, cache = qwen3_moe.prefill(model, ids, jnp.ones(ids.shape, bool), size=44, side="right")
         token, valid = ids[:, :1], jnp.ones((12, 1), bool)
@@ -153,10 +141,6 @@ def test_a_step_of_one_sequence_is_the_models(weights):
             errors.append(error(logits[0], expected[i]))
             assert int(written.used) == 41 and bool(written.valid[0, 40])
     assert np.median(errors) < 0.03, errors
-
-
-def draw_row():
-    return jnp.zeros((1, 2048), jnp.bfloat16)
 
 
 def model_step(model, ids, valid, cache):

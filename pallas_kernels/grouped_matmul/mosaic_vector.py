@@ -1,0 +1,530 @@
+"""Matmuls of up to 32 rows with the weights of their experts, written for one thread; see vector_weights.py.
+
+`run_multiply` is the grouped matmul, plain or gated, of rows in any order (their experts given one by one) or sorted
+(given as the sizes of the groups). `run_sum` is the down projection with the weighted sum of each token's experts.
+
+A pair is a row of the result: a token and one of its experts. Rows of one expert share what is read of its weights, up
+to `columns` of them; the first of them is their leader, and does the work. Letters: T tokens, K pairs of a token, G
+experts, N rows of a weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..permute.thread import F, P, Pointer, Thread, U, launch
+from ..quantize import QTensor
+from .bounds import MAX_GROUPS, num_words, write_bounds
+from .gate import Gate
+from .vector_weights import (
+    TILE,
+    Share,
+    Weight,
+    describe,
+    multiply,
+    operands,
+    prefetch,
+    row_factor,
+    rows_of,
+    store_tokens,
+    token_bytes,
+)
+from .vector_weights import obstacle as weight_obstacle
+
+MAX_PAIRS = 32  # one in each lane
+MAX_COLUMNS = 8  # of the matrix instruction
+NOBODY = 0xFFFFFFFF
+SHARED_BYTES = 200 * 1024
+TOKEN_BYTES = 36 * 1024  # of the tokens of one expert, so that six blocks fit a multiprocessor
+SPLITS = 4  # warps of a block in `run_multiply`
+SUM_WARPS = 16  # of a block in `run_sum`
+PREFETCHED_BYTES = 24 * 2**20  # half of L2
+PREFETCH = "end"
+LOG2E = math.log2(math.e)
+
+
+def gated(o: Thread, gate: Gate, g: F, u: F) -> F:
+    """`gate.gated_product`."""
+    one = o.F(1.0)
+
+    def sigmoid(x: F) -> F:
+        return o.rcp_approx(o.exp2_approx(x * o.F(-LOG2E)) + one)
+
+    if gate.kind == "swiglu_oai":
+        limit = o.F(gate.limit)
+        g = o.where(limit < g, limit, g)  # NaN stays
+        u = o.where(limit < u, limit, u)
+        u = o.where(u < -limit, -limit, u)
+        return g * sigmoid(g * o.F(gate.alpha)) * (u + one)
+    if gate.kind == "silu":
+        return g * sigmoid(g) * u
+    if gate.kind == "gelu_tanh":  # 1 + tanh(x) = 2 * sigmoid(2x)
+        inner = o.F(0.7978845608028654) * (g + o.F(0.044715) * g * g * g)
+        return g * sigmoid(inner + inner) * u
+    x = g * o.F(0.7071067811865476)
+    size = o.abs(x)
+    t = o.rcp_approx(o.fma(size, o.F(0.3275911), one))
+    series = o.F(1.061405429)
+    for c in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = o.fma(series, t, o.F(c))
+    tail = series * t * o.exp2_approx(size * size * o.F(-LOG2E))
+    both = o.where(x < o.F(0.0), tail, o.F(2.0) - tail)  # 1 + erf
+    return o.F(0.5) * g * both * u
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Pairs that share the weights of `expert`: `pairs`, of which `count` are. leads: whether `pair` is their first."""
+
+    expert: U
+    leads: P
+    count: U
+    pairs: Sequence[U]
+
+    def of_column(self, o: Thread, column: U) -> U:
+        """The pair in a column, NOBODY where there is none."""
+        found = self.pairs[0]
+        for j, pair in enumerate(self.pairs[1:], 1):
+            found = o.where(column.same(o.U(j)), pair, found)
+        return o.where(column < self.count, found, o.U(NOBODY))
+
+
+def group_of(o: Thread, pair: U, mine: U, experts: int, columns: int) -> Group:
+    """The group of `pair`, the same in all lanes of a warp. mine: the expert of the lane's own pair, or above all."""
+    lane = o.lane()
+    expert = o.warp_min(o.where(lane.same(pair), mine, o.U(NOBODY)))
+    same = mine.same(expert)
+    mask = o.warp_or(o.where(same, o.U(1) << lane, o.U(0)))
+    before = o.popcount(mask & ((o.U(1) << pair) - 1))
+    leads = expert < o.U(experts)
+    if columns == 1:
+        return Group(expert, leads, o.U(1), [pair])
+    leads = leads & (before % columns).same(o.U(0))
+    place = o.popcount(mask & ((o.U(1) << lane) - 1)) - before
+    pairs = [pair]
+    for j in range(1, columns):
+        pairs.append(o.warp_min(o.where(same & place.same(o.U(j)), lane, o.U(NOBODY))))
+    return Group(expert, leads, o.umin(o.popcount(mask) - before, o.U(columns)), pairs)
+
+
+def ids_of_rows(o: Thread, refs: dict[str, Pointer], groups: int, scratch: Pointer) -> U:
+    """The weight of row `lane` of rows that are sorted by group, from the groups' sizes; a large number for none."""
+    lane, starts = o.lane(), scratch
+    write_bounds(o, groups, 1, refs["sizes"], starts, scratch.at(None, 0, 4 * num_words(groups)))
+    group, step = o.U(0), 1 << (groups.bit_length() - 1)
+    while step:  # the last one that begins at or before this row
+        there = group + step
+        begun = (there < o.U(groups + 1)) & ~(starts.at(o.umin(there, o.U(groups)), 4).load(1)[0] > lane)
+        group, step = o.where(begun, there, group), step // 2
+    group = o.where(group < o.U(groups), group, o.U(NOBODY))
+    if "offset" not in refs:
+        return group
+    moved = group - refs["offset"].load(1)[0]
+    return o.where(group.same(o.U(NOBODY)), group, moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiply:
+    """pairs: rows of the result. top_k: pairs of a row of x. experts: G of the weight. sizes: groups whose sizes are
+    given, None where each pair's expert is. zero: whether rows of no expert are to be zero. bias: its dtype, or None.
+    following: the stack of weights that these experts multiply with next.
+    """
+
+    w: Weight
+    share: Share
+    pairs: int
+    top_k: int
+    columns: int
+    experts: int
+    sizes: int | None
+    gate: Gate | None
+    bias: str | None
+    zero: bool
+    out: str
+    following: Weight | None
+
+    @property
+    def rows(self) -> int:
+        """Of the result, in a block."""
+        return TILE if self.gate else 2 * TILE
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.w.rows // self.rows)
+
+    @property
+    def warps(self) -> int:
+        return -(-self.share.splits // 4) * 4
+
+    # Shared memory, in bytes: tokens, sums float32 [splits, 2, TILE, columns], bounds.
+    @property
+    def sums_at(self) -> int:
+        return self.columns * token_bytes(self.w, self.share)
+
+    @property
+    def bounds_at(self) -> int:
+        return self.sums_at + self.share.splits * 2 * TILE * self.columns * 4
+
+    @property
+    def scratch_words(self) -> int:
+        return self.bounds_at // 4 + (0 if self.sizes is None else 2 * num_words(self.sizes))
+
+
+def multiply_rows(o: Thread, t: Multiply, refs: dict[str, Pointer]):
+    lane, scratch = o.lane(), refs["scratch"]
+    pair, tile = o.block() // t.tiles, o.block() % t.tiles
+
+    def store(row_of_out: U, row: U, values: list[F], inside: P):
+        for i, value in enumerate(values):
+            at = row + i * TILE
+            _store(o, refs["out"], row_of_out * t.w.rows + at, value, t.out, inside & (at < o.U(t.w.rows)))
+
+    def tokens_of(group: Group):
+        def row_of(column: U):
+            there = None if t.columns == 1 else column < group.count
+            found = group.of_column(o, column) if t.columns > 1 else pair
+            if there is not None:
+                found = o.where(there, found, o.U(0))
+            return refs["x"].at(found // t.top_k, 2 * t.w.columns), there
+
+        return store_tokens(o, t.w, t.share, t.columns, row_of, scratch, 32 * t.warps)
+
+    if t.sizes is None and t.columns == 1:
+        expert = refs["ids"].at(pair, 4).load(1)[0]
+        group = Group(expert, expert < o.U(t.experts), o.U(1), [pair])
+    else:
+        if t.sizes is None:
+            mine = refs["ids"].at(lane, 4).load(1, lane < o.U(t.pairs))[0]
+        else:
+            mine = ids_of_rows(o, refs, t.sizes, scratch.at(None, 0, t.bounds_at))
+        mine = o.where((mine < o.U(t.experts)) & (lane < o.U(t.pairs)), mine, o.U(NOBODY))
+        group = group_of(o, pair, mine, t.experts, t.columns)
+
+    row, column = o.thread() & (TILE - 1), o.thread() // TILE
+    if t.zero:
+        nothing = [o.F(0.0)] * (1 if t.gate else 2)
+        store(pair, tile * t.rows + row, nothing, ~(group.expert < o.U(t.experts)) & column.same(o.U(0)))
+
+    def work():
+        first, expert, warp = tile * t.rows, group.expert, o.thread() >> 5
+        split = o.umin(warp, o.U(t.share.splits - 1))
+        finish_tokens = tokens_of(group)
+        parts = [(expert * 2 + i, first) if t.gate else (expert, first + i * TILE) for i in range(2)]
+        tiles = [rows_of(o, t.w, refs, "w", matrix, begin) for matrix, begin in parts]
+        places = [
+            (expert, i if t.gate else 0, o.umin(begin + row, o.U(t.w.rows - 1))) for i, (_, begin) in enumerate(parts)
+        ]
+        factors = [row_factor(o, t.w, refs, "w", place) for place in places]
+        biases = [_bias(o, refs, t.bias, ((e * 2 + i) if t.gate else e) * t.w.rows + r) for e, i, r in places]
+        slot = lane >> 2
+        slot = o.where(slot < group.count, slot, o.U(0))
+        x = scratch if t.columns == 1 else scratch.at(slot, token_bytes(t.w, t.share))
+
+        def prefetch_next():
+            if t.following:
+                most = PREFETCHED_BYTES // t.pairs
+                prefetch(o, t.following, refs, "next", expert, tile, t.tiles, most)
+
+        def ready():
+            finish_tokens()
+            if PREFETCH == "start":
+                prefetch_next()
+            o.barrier()
+
+        sums = multiply(o, t.w, t.share, tiles, split, x, ready)
+        kept = scratch.at(None, 0, t.sums_at)
+        if PREFETCH == "end":
+            prefetch_next()
+        _keep(o, t.columns, kept.at(split, 2 * TILE * t.columns * 4), sums, warp < o.U(t.share.splits))
+        o.barrier()
+        mine = column < o.U(t.columns)
+        at = kept.at(o.where(mine, row * t.columns + column, o.U(0)), 4)
+        totals = []
+        for i in range(2):
+            total = o.F(0.0)
+            for s in range(t.share.splits):
+                total = total + o.float(at.load(1, offset=((s * 2 + i) * TILE * t.columns) * 4)[0])
+            totals.append(o.fma(total, factors[i], biases[i]))
+        if t.gate:
+            totals = [gated(o, t.gate, *totals)]
+        found = group.of_column(o, column) if t.columns > 1 else pair
+        there = mine & (column < group.count)
+        store(o.where(there, found, o.U(0)), first + row, totals, there)
+
+    o.when(group.leads, work)
+
+
+def _keep(o: Thread, columns: int, at: Pointer, tiles: list[list[F]], where: P):
+    """Sums of a warp to float32 [tile, TILE, columns] in shared memory."""
+    g, t = o.lane() >> 2, o.lane() & 3
+    width = min(columns, 2)
+    here = where & (t < o.U(-(-columns // 2)))
+    for i, sums in enumerate(tiles):
+        for half in range(2):
+            row = at.at(g + (i * TILE + 8 * half), columns * 4, t * 8 if columns > 1 else 0)
+            row.store([o.bits(v) for v in sums[2 * half : 2 * half + width]], here)
+
+
+def _store(o: Thread, out: Pointer, index: U, value: F, dtype: str, where: P):
+    if dtype == "float32":
+        out.at(index, 4).store([o.bits(value)], where)
+    else:
+        half = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+        out.at(index, 2).store([o.pack_half(value, o.F(0.0), half)], where, bits=16)
+
+
+def _bias(o: Thread, refs: dict[str, Pointer], dtype: str | None, index: U) -> F:
+    if dtype is None:
+        return o.F(0.0)
+    if dtype == "float32":
+        return o.float(refs["bias"].at(index, 4).load(1)[0])
+    return o.float(refs["bias"].at(index, 2).load(1, bits=16)[0] << 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """The weighted sum over a token's pairs; tokens: T. The others are as in `Multiply`."""
+
+    w: Weight
+    share: Share
+    tokens: int
+    top_k: int
+    columns: int
+    experts: int
+    bias: str | None
+    out: str
+
+    @property
+    def pairs(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.w.rows // TILE)
+
+    @property
+    def items(self) -> int:
+        """Products of a block: of each pair, split."""
+        return self.pairs * self.share.splits
+
+    @property
+    def warps(self) -> int:
+        return min(SUM_WARPS, -(-self.items // 4) * 4)
+
+    # Shared memory, in bytes: a row of each pair, sums float32 [pairs, splits, TILE], experts and weights of the pairs.
+    @property
+    def sums_at(self) -> int:
+        return self.pairs * token_bytes(self.w, self.share)
+
+    @property
+    def pairs_at(self) -> int:
+        return self.sums_at + self.items * TILE * 4
+
+    @property
+    def scratch_words(self) -> int:
+        return self.pairs_at // 4 + 2 * MAX_PAIRS
+
+
+def sum_rows(o: Thread, t: Sum, refs: dict[str, Pointer]):
+    lane, warp, scratch = o.lane(), o.thread() >> 5, refs["scratch"]
+    first = o.block() * TILE
+    inside = lane < o.U(t.pairs)
+    mine = refs["ids"].at(lane, 4).load(1, inside)[0]
+    weight = refs["weights"].at(lane, 4).load(1, inside)[0]
+    mine = o.where(inside & (mine < o.U(t.experts)), mine, o.U(NOBODY))
+    known = scratch.at(None, 0, t.pairs_at)
+    known.at(lane, 8).store([mine, weight], warp.same(o.U(0)))
+    finish_tokens = store_tokens(
+        o, t.w, t.share, t.pairs, lambda p: (refs["x"].at(p, 2 * t.w.columns), None), scratch, 32 * t.warps
+    )
+    kept, started = scratch.at(None, 0, t.sums_at), [False]
+
+    def ready():
+        if not started[0]:
+            started[0] = True
+            finish_tokens()
+            o.barrier()
+
+    def work(item: U):
+        pair, split = item // t.share.splits, item % t.share.splits
+        group = group_of(o, pair, mine, t.experts, t.columns)
+        leads = group.leads & (item < o.U(t.items))
+        expert = o.where(leads, group.expert, o.U(0))
+        tile = rows_of(o, t.w, refs, "w", expert, first)
+        found = group.of_column(o, lane >> 2) if t.columns > 1 else pair
+        found = o.where(found < o.U(t.pairs), found, o.umin(pair, o.U(t.pairs - 1)))
+        x = scratch.at(found, token_bytes(t.w, t.share))
+        rows = [o.umin(first + (lane >> 2) + 8 * i, o.U(t.w.rows - 1)) for i in range(2)]
+        factors = [row_factor(o, t.w, refs, "w", (expert, 0, r)) for r in rows]
+        biases = [_bias(o, refs, t.bias, expert * t.w.rows + r) for r in rows]
+        (sums,) = multiply(o, t.w, t.share, [tile], split, x, ready, leads)
+        once = split.same(o.U(0))
+        for half in range(2):
+            bias = o.where(once, biases[half], o.F(0.0))
+            for j in range(min(2, t.columns)):
+                column = (lane & 3) * 2 + j
+                to = group.of_column(o, column) if t.columns > 1 else pair
+                there = leads & (to < o.U(t.pairs)) & (column < o.U(t.columns))
+                at = o.where(there, to * t.share.splits + split, o.U(0))
+                at = kept.at(at, 4 * TILE, ((lane >> 2) + 8 * half) * 4)
+                at.store([o.bits(o.fma(sums[2 * half + j], factors[half], bias))], there)
+
+    trips = -(-t.items // t.warps)
+    for trip in range(trips):
+        work(warp + trip * t.warps)
+    o.barrier()
+    token, row = o.thread() // TILE, o.thread() & (TILE - 1)
+    for start in range(0, t.tokens, t.warps * 2):
+        at = token + start
+        here = at < o.U(t.tokens)
+        at = o.where(here, at, o.U(0))
+        total = o.F(0.0)
+        for k in range(t.top_k):
+            pair = at * t.top_k + k
+            expert, weight = known.at(pair, 8).load(2)
+            part = o.F(0.0)
+            for s in range(t.share.splits):
+                part = part + o.float(kept.at(pair * t.share.splits + s, 4 * TILE, row * 4).load(1)[0])
+            total = o.where(expert < o.U(t.experts), o.fma(o.float(weight), part, total), total)
+        column = first + row
+        _store(o, refs["out"], at * t.w.rows + column, total, t.out, here & (column < o.U(t.w.rows)))
+
+
+def _columns(tokens: int, row_bytes: int) -> int:
+    """Tokens of one expert that are multiplied together."""
+    columns = 1
+    while columns < min(tokens, MAX_COLUMNS) and 2 * columns * row_bytes <= TOKEN_BYTES:
+        columns *= 2
+    return columns
+
+
+def _multiply_task(x, w, *, pairs, sizes, gate, bias, zero, out, following=None) -> Multiply:
+    kept = describe(w)
+    share = Share.of(kept, SPLITS, 2)
+    columns = _columns(x.shape[0], token_bytes(kept, share))
+    dtype = None if bias is None else str(bias.dtype)
+    top_k = pairs // x.shape[0]
+    following = None if following is None else describe(following)
+    out = str(jnp.dtype(out))
+    return Multiply(kept, share, pairs, top_k, columns, w.shape[0], sizes, gate, dtype, zero, out, following)
+
+
+def multiply_obstacle(x: Any, w: Any, pairs: int, *, groups: int | None = None, bias: Any = None) -> str | None:
+    """Why `run_multiply` cannot do this, or None. pairs: rows of the result. groups: whose sizes are given."""
+    if not 0 < pairs <= MAX_PAIRS:
+        return f"it takes up to {MAX_PAIRS} rows, not {pairs}"
+    if groups is not None and groups > MAX_GROUPS:
+        return f"it takes up to {MAX_GROUPS} groups, not {groups}"
+    if bias is not None and str(bias.dtype) not in ("bfloat16", "float32"):
+        return f"it adds a bias of bfloat16 or float32, not {bias.dtype}"
+    reason = weight_obstacle(x, w)
+    if reason is None:
+        task = _multiply_task(
+            x, w, pairs=pairs, sizes=groups, gate=Gate() if w.ndim == 4 else None, bias=None, zero=True, out="float32"
+        )
+        if 4 * task.scratch_words > SHARED_BYTES:
+            reason = f"rows of {x.shape[1]} values do not fit its shared memory"
+    return reason
+
+
+@functools.partial(jax.jit, static_argnames=("gate", "zero", "out_dtype"))
+def run_multiply(
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    *,
+    ids: jax.Array | None = None,
+    sizes: jax.Array | None = None,
+    offset: jax.Array | None = None,
+    gate: Gate | None = None,
+    bias: jax.Array | None = None,
+    following: jax.Array | QTensor | None = None,
+    zero: bool,
+    out_dtype: Any,
+) -> jax.Array:
+    """x [T, K] times w [G, N, K], or with a gate w [G, 2, N, K] -> [pairs, N].
+
+    ids: int32 [pairs], a multiple of T; or sizes: int32 [groups] of the rows of x, with the offset of `grouped_matmul`.
+    bias: [G, 2, N] with a gate, else [G, N]. following: a stack of the same experts' weights, which is brought into L2.
+    """
+    pairs = x.shape[0] if ids is None else ids.shape[0]
+    groups = None if sizes is None else sizes.shape[0]
+    task = _multiply_task(
+        x, w, pairs=pairs, sizes=groups, gate=gate, bias=bias, zero=zero, out=out_dtype, following=following
+    )
+    given = {"x": x, **operands(w, "w")}
+    given |= {"ids": ids} if sizes is None else {"sizes": sizes.astype(jnp.int32)}
+    given |= {} if offset is None else {"offset": offset.reshape(1)}
+    given |= {} if bias is None else {"bias": bias}
+    given |= {} if following is None else operands(following, "next")
+    name = "expert_rows" if gate is None else "expert_rows_gated"
+    return launch(
+        multiply_rows,
+        task,
+        given,
+        {"out": jax.ShapeDtypeStruct((pairs, task.w.rows), out_dtype)},
+        blocks=pairs * task.tiles,
+        threads=32 * task.warps,
+        scratch_words=task.scratch_words,
+        name=name,
+    )["out"]
+
+
+def _sum_task(x, w, *, tokens, bias, out) -> Sum:
+    kept, pairs = describe(w), x.shape[0]
+    share = Share.of(kept, max(1, SUM_WARPS // pairs), 1)
+    columns = 1 if tokens == 1 else _columns(tokens, 0)
+    dtype = None if bias is None else str(bias.dtype)
+    return Sum(kept, share, tokens, pairs // tokens, columns, w.shape[0], dtype, str(jnp.dtype(out)))
+
+
+def sum_obstacle(x: Any, w: Any, tokens: int, *, bias: Any = None) -> str | None:
+    """Why `run_sum` cannot do this, or None. x: [pairs, F]."""
+    pairs = x.shape[0]
+    if not 0 < pairs <= MAX_PAIRS:
+        return f"it takes up to {MAX_PAIRS} pairs of a token and an expert, not {pairs}"
+    if bias is not None and str(bias.dtype) not in ("bfloat16", "float32"):
+        return f"it adds a bias of bfloat16 or float32, not {bias.dtype}"
+    reason = weight_obstacle(x, w)
+    if reason is None:
+        task = _sum_task(x, w, tokens=tokens, bias=None, out="float32")
+        if 4 * task.scratch_words > SHARED_BYTES:
+            reason = f"{pairs} rows of {x.shape[1]} values do not fit its shared memory"
+    return reason
+
+
+@functools.partial(jax.jit, static_argnames=("out_dtype",))
+def run_sum(
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    ids: jax.Array,
+    weights: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    out_dtype: Any,
+) -> jax.Array:
+    """sum over k of weights[t, k] * (w[ids[t, k]] . x[t * K + k] + bias[ids[t, k]]), over valid ids -> [T, N].
+
+    x: [T * K, F]. w: [G, N, F]. ids: int32 [T, K]; anything outside [0, G) is none, and its x may be anything. weights:
+    float32 [T, K]. bias: [G, N].
+    """
+    tokens = ids.shape[0]
+    task = _sum_task(x, w, tokens=tokens, bias=bias, out=out_dtype)
+    given = {"x": x, "ids": ids.reshape(-1), "weights": weights.reshape(-1), **operands(w, "w")}
+    given |= {} if bias is None else {"bias": bias}
+    return launch(
+        sum_rows,
+        task,
+        given,
+        {"out": jax.ShapeDtypeStruct((tokens, task.w.rows), out_dtype)},
+        blocks=task.blocks,
+        threads=32 * task.warps,
+        scratch_words=task.scratch_words,
+        name="expert_sum",
+    )["out"]

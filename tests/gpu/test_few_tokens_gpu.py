@@ -1,0 +1,77 @@
+"""The kernels for a few tokens, on a GPU, against the dequantised operands' product in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matmul_helpers import assert_gated, exact, normal, relative, weights, with_nan
+
+from pallas_kernels import decode
+from pallas_kernels.grouped_matmul import Gate, gated_product, mosaic_vector
+
+pytestmark = pytest.mark.gpu
+FORMATS = [None, "nvfp4", "mxfp4", "mxfp8", "fp8_128x128"]
+#: tokens, experts of each, D, F, E: a decode step; more tokens than experts; sizes of no whole tile or unit
+CASES = [(1, 8, 2048, 768, 32), (4, 8, 2048, 768, 9), (3, 4, 2880, 1440, 6), (8, 1, 7168, 256, 4)]
+
+
+def silu(gate, up):
+    return np.asarray(gated_product(jnp.asarray(gate), jnp.asarray(up), Gate()))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts_equal_float32(rng, fmt, case):
+    tokens, top_k, d, f, e = case
+    if fmt == "fp8_128x128":
+        d, f = d - d % 128, f - f % 128
+    (gate_up, plain_up), (down, plain_down) = weights(fmt, e, 2, f, d, scale=d**-0.5), weights(fmt, e, d, f, scale=0.05)
+    x = normal(rng, tokens, d)
+
+    @jax.jit
+    def run(x, ids, factors, gate_up, down):
+        return decode.experts(x, ids, factors, gate_up, down, out_dtype=jnp.float32, implementation="mosaic_sm90")
+
+    for low in (0, -2):  # all experts there; some below and above what there is
+        ids = rng.integers(low, e - low, (tokens, top_k)).astype(np.int32)
+        valid = (ids >= 0) & (ids < e)
+        factors = np.where(valid, rng.standard_normal(ids.shape), np.nan).astype(np.float32)
+        args = jnp.asarray(ids), jnp.asarray(factors), gate_up, down
+        y = np.asarray(run(x, *args))
+        expected = np.zeros((tokens, d), np.float32)
+        for t, k in zip(*np.nonzero(valid), strict=True):
+            both = plain_up[ids[t, k]] @ np.asarray(x[t], np.float32)
+            hidden = silu(both[0], both[1]).astype(jnp.bfloat16).astype(np.float32)
+            expected[t] += factors[t, k] * (plain_down[ids[t, k]] @ hidden)
+        assert relative(y, expected) < 4e-3
+        np.testing.assert_array_equal(y, run(x, *args))  # sums have one order
+        dirty = np.asarray(run(with_nan(x, 0), *args))
+        assert np.isnan(dirty[0]).all() or not valid[0].any()
+        np.testing.assert_array_equal(dirty[1:], y[1:])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_sorted_by_group_equal_float32(rng, fmt):
+    m, n, k, groups = 32, 320, 2048, 40
+    if fmt == "fp8_128x128":
+        n = 384
+    (w, plain), (both, plain_both) = weights(fmt, groups, n, k), weights(fmt, groups, 2, n, k, scale=k**-0.5)
+    bias = normal(rng, groups, 2, n)
+
+    @jax.jit
+    def run(x, w, both, sizes):
+        how = dict(sizes=sizes, zero=True, out_dtype=jnp.bfloat16)
+        return mosaic_vector.run_multiply(x, w, **how), mosaic_vector.run_multiply(
+            x, both, gate=Gate("gelu"), bias=bias, **how
+        )
+
+    spreads = [np.bincount([0, 3, 3, 39] + [7] * 19, minlength=groups), np.zeros(groups), np.eye(groups)[5] * 40]
+    spreads += [np.bincount(rng.integers(0, groups, 32), minlength=groups)]
+    for sizes in spreads:
+        sizes = sizes.astype(np.int32)
+        x = with_nan(normal(rng, m, k), slice(sizes.sum(), None))
+        y, h = run(x, w, both, jnp.asarray(sizes))
+        held = np.minimum(np.cumsum(sizes), m)
+        held = np.diff(held, prepend=0)
+        assert relative(y, exact(x, plain, held)) < 4e-3
+        assert_gated(h, x, plain_both, np.asarray(bias, np.float32), held, Gate("gelu"), sizes)
