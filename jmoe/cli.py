@@ -70,7 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit status is returned. Without a command, say which ones there are."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _parser(argv)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and hasattr(args, "files") and not any(word.startswith("-") for word in rest):
+        args.files, rest = [*args.files, *rest], []  # argparse stops taking files at the first option
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command is None:
         parser.print_help()
         return 0

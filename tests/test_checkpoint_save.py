@@ -134,6 +134,8 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(rng, tmp_path):
         quantize_folder(MODELS / "gpt_oss", tmp_path / "e", format="int4")
     assert not any((tmp_path / name).exists() for name in "abcde")
     save_checkpoint(tmp_path / "f", config, layers, rest)
+    with pytest.raises(CheckpointError, match="cannot be made .*choose a place that can be written to"):
+        quantize_folder(MODELS / "mixtral", MODELS / "README.md" / "x", format="mxfp8")
     with pytest.raises(CheckpointError, match="exists already"):
         save_checkpoint(tmp_path / "f", config, layers, rest)
 

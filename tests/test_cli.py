@@ -278,10 +278,14 @@ def test_bench_compare(capsys, tmp_path):
 
     a, b, c, d = write("a", 100.0), write("b", 120.0), write("c", 102.0), write("d", 1.0, "model")
     status, out, _ = run(capsys, "bench", "compare", a, b)
-    assert status == 1 and "worse" in out and "0.83 x as good" in out
+    assert status == 1 and "worse" in out and "0.83 x" in out
     assert run(capsys, "bench", "compare", b, a)[0] == 0
     assert "same" in run(capsys, "bench", "compare", a, c)[1]
-    assert run(capsys, "bench", "compare", a, c, "--threshold", "1")[0] == 1
+    for words in ((a, c, "--threshold", "1"), ("--threshold", "1", a, c), (a, "--threshold", "1", c)):
+        assert run(capsys, "bench", "compare", *words)[0] == 1
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "compare", a, c, "--treshold", "1"])
+    assert "unrecognized arguments: --treshold" in capsys.readouterr().err
     assert "compare two runs of the same" in run(capsys, "bench", "compare", a, d)[2]
     assert "takes two files, got 1" in run(capsys, "bench", "compare", a)[2]
     assert "there is no such file" in run(capsys, "bench", "compare", a, "missing.json")[2]

@@ -55,6 +55,15 @@ def test_ties_go_to_the_lower_id(name, rng):
     np.testing.assert_array_equal(ids, order)
 
 
+@pytest.mark.parametrize("name", ["groups by their best two", "groups by their best"])
+def test_ties_between_groups_go_to_the_first(name, rng):
+    experts, rule = RULES[name]
+    logits = np.tile(rng.normal(size=(5, experts // rule.num_groups)), (1, rule.num_groups)).astype(np.float32)
+    ids, _ = choose(logits, None, rule)
+    np.testing.assert_array_equal(ids, reference.select(jnp.asarray(logits), None, rule))
+    assert (np.asarray(ids) < experts // rule.num_groups * rule.group_topk).all()
+
+
 def test_a_token_with_nan_scores_has_nan_weights_and_no_other_does(rng):
     experts, rule = RULES["softmax"]
     logits = rng.normal(size=(6, experts)).astype(np.float32)

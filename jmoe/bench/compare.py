@@ -150,9 +150,9 @@ def compare(before: Sequence[Record], after: Sequence[Record], *, threshold: flo
 def compare_table(changes: Sequence[Change], *, title: str) -> Table:
     """A table with a row for each figure of two runs, the verdict last."""
     out = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
-    out.add_column("what")
-    out.add_column("case")
-    for column in ("A", "B", "B is", "verdict"):
+    out.add_column("what", overflow="fold")
+    out.add_column("case", overflow="fold")
+    for column in ("A", "B", "times as good", "verdict"):
         out.add_column(column, justify="right")
     colours = {"better": "green", "worse": "red"}
     for c in changes:
@@ -161,7 +161,7 @@ def compare_table(changes: Sequence[Change], *, title: str) -> Table:
             c.case,
             f"{number(c.before)} {c.unit}",
             f"{number(c.after)} {c.unit}",
-            "-" if c.gain is None else f"{c.gain:.2f} x as good",
+            "-" if c.gain is None else f"{c.gain:.2f} x",
             c.verdict,
             style=colours.get(c.verdict, ""),
         )

@@ -87,7 +87,10 @@ def _claimed(out: Path, token: dict) -> Iterator[Path]:
     if out.exists() and not finished:
         raise CheckpointError(f"{out}: exists already; choose another place, or remove it first.")
     folder = out if finished else partial
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise CheckpointError(f"{folder}: cannot be made ({e.strerror}); choose a place that can be written to.") from e
     with open(folder / PROGRESS, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +134,6 @@ def _write_folder(
 ) -> None:
     """layer_tensors(i): tensors of layer i's MoE block, {} if it has none. rest_tensors(names): all others."""
     total = num_layers(hf) + 1
-    out.parent.mkdir(parents=True, exist_ok=True)
     with _claimed(out, token) as folder, progress_bar(f"Writing {out.name}", total, show=progress) as bar:
         for i in range(total):
             path = folder / f"model-{i + 1:05d}-of-{total:05d}.safetensors"
