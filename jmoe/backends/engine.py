@@ -151,7 +151,7 @@ def push_encoding(
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
         apart=True,
-        fan_out=fans_out(exchange, plan.form, *ids.shape, layout.data_bytes),
+        fan_out=fans_out(exchange, plan.form, ids.shape[0], ids.shape[1], layout.data_bytes),
     )
     return from_bytes(rest.reshape(-1, rest.shape[-1]), jnp.int32), counts, data.reshape(-1, layout.data_bytes)
 
@@ -179,7 +179,7 @@ def push_apart(
         target=plan.target if batched else None,
         num_ranks=exchange.num_ranks,
         num_local=exchange.num_local if batched else 1,
-        fan_out=fans_out(exchange, plan.form, *ids.shape, x.shape[1] * x.dtype.itemsize),
+        fan_out=fans_out(exchange, plan.form, ids.shape[0], ids.shape[1], x.shape[1] * x.dtype.itemsize),
     )
     return data.reshape(-1, x.shape[1]), rest.reshape(-1, rest.shape[-1]), counts
 

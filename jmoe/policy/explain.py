@@ -199,7 +199,7 @@ def _costs(config: MoEConfig, decision: Decision, num_ranks: int, tokens: int, c
     memory = backend.memory(layout, exchange, combine_row_bytes=back if decision.combine_wire in FORMATS else None)
     if hosts > 1 and caps.local_kernels:  # reads and writes rows where they lie
         memory = memory | {"dispatch_send": 0, "combine_receive": 0}
-    counted = dict(num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=caps.num_hosts)
+    counted: dict[str, Any] = dict(num_ranks=num_ranks, tokens=tokens, capacity=capacity, num_hosts=caps.num_hosts)
     k = config.num_experts_per_tok
     once = engine is not None and engine.fans_out(exchange, decision.form, tokens, k, layout.data_bytes)
     inside = caps.local_kernels

@@ -125,7 +125,7 @@ class FanOut:
 
                 @pl.when(several & (token < self.tokens))
                 def _():
-                    from_row = out_ref.at[pl.ds(first, 1), columns]
+                    from_row = out_ref.at[pl.ds(first, 1), columns]  # pyright: ignore[reportArgumentType]
                     plgpu.copy_gmem_to_smem(from_row, buffer, arrived, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
                     plgpu.barrier_wait(arrived)
                     for row in others:

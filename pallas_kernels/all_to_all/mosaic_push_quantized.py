@@ -251,7 +251,7 @@ def _push(x, tail, tables, counts, form: Form, parts, fmt, layout: PackedRow, wa
             if fan is not None:
 
                 @pl.when(role == 1)
-                def _():  # through the first stage, which belongs to this warpgroup
+                def _(fan=fan):  # through the first stage, which belongs to this warpgroup
                     fan.copy(fanned[0], out_refs[0], packed.at[0, :, pl.ds(0, parts[0][1])], fanned[2])
 
     total = form.num_counts * form.capacity
