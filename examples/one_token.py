@@ -1,9 +1,9 @@
-"""A decode step of one sequence on one GPU, in as few kernels as there are: seven for a layer.
+"""A decode step of one sequence on one GPU, in as few kernels as there are: six for a layer.
 
 At one token a layer of `qwen3_moe.py` reads its weights in some 25 us, and each kernel more costs two. So a layer is
 
     what the last layer added, norm and projections | attention in parts | the parts' sum and the output projection |
-    norm and router | choice of experts | gate, up and activation | down and the weighted sum
+    norm and router | choice of experts, gate, up and activation | down and the weighted sum
 
 by the kernels of `pallas_kernels.decode`. Experts whose weights those do not read go through the grouped matmuls, in
 eight kernels or a few more. The results are those of `Qwen3Moe.hidden`, up to the order of sums and roundings.
@@ -62,8 +62,12 @@ def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> j
     rule = Rule(config.num_experts_per_tok, **{f: getattr(config.router, f) for f in fields})
     held = in_dtype(params.experts, rows.dtype)
     if direct(mlp, rows):
-        ids, weights = choose_experts(logits, params.correction_bias, rule, valid=valid)
-        gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+        gate, bias = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit), params.correction_bias
+        if decode.routed_obstacle(rows, logits, rule) is None:
+            return decode.routed_experts(
+                rows, logits, rule, held.gate_up, held.down, bias=bias, valid=valid, gate=gate
+            )[0]
+        ids, weights = choose_experts(logits, bias, rule, valid=valid)
         return decode.experts(rows, ids, weights, held.gate_up, held.down, gate=gate)
     weights, places, sizes = decode.route(logits, params.correction_bias, rule, valid=valid)
     hidden = gated_projection(rows, None, held, sizes, config)

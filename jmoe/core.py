@@ -6,10 +6,12 @@ Letters: T tokens on one rank, D hidden, K experts per token, N received rows, R
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.quantize import QTensor, get_format
 
@@ -22,14 +24,63 @@ from .experts import (
     apply_batched_experts,
     apply_experts,
     apply_experts_unsummed,
+    few,
     get_experts,
     takes_few_rows,
 )
 from .placement import Placement, num_unreachable, to_physical
 from .policy import Decision
+from .router import checked_rule, route
 
 if TYPE_CHECKING:
     from .layer import MoELayer
+    from .params import MoEParams
+
+
+def route_and_compute(
+    layer: MoELayer,
+    params: MoEParams,
+    x: jax.Array,
+    logits: jax.Array,
+    *,
+    valid: jax.Array | None,
+    placement: Placement | None,
+    rank_mask: jax.Array | None,
+    out_dtype=jnp.float32,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens with router logits [T, E] to their experts and back: as `exchange_and_compute`, ids int32 [T, K] between.
+
+    valid: bool [T] or None. The others are as for `exchange_and_compute`.
+    """
+    config, bias = layer.config, params.correction_bias
+    how: Any = dict(top_k=config.num_experts_per_tok, correction_bias=bias, valid=valid)
+    decision = layer.decision(x.shape[0])
+    alone = decision.backend == "local" and placement is None and rank_mask is None and layer.implementation is None
+    quant = config.quant
+    if (
+        alone
+        and quant.activations is None
+        and quant.combine_wire is None
+        and get_experts(_kind(layer)).form == "standard"
+    ):
+        x, logits = x.astype(config.jnp_dtype), logits.astype(jnp.float32)
+        rule = checked_rule(logits, config.router, **how)
+        if few.routed_obstacle(x, logits, rule, params.experts, config) is None:
+            bias = None if bias is None else bias.astype(jnp.float32)
+
+            def in_steps(x, ids, weights, experts):
+                return apply_experts(x, ids, weights, experts, config, experts=_kind(layer), out_dtype=out_dtype)
+
+            with jax.named_scope("experts"):
+                y, ids = few.routed_row(
+                    x, logits, rule, bias, valid, params.experts, config, in_steps, out_dtype=out_dtype
+                )
+            return y, ids, jnp.int32(0)
+    with jax.named_scope("router"):
+        routing = route(logits, config.router, **how)
+    where: Any = dict(placement=placement, rank_mask=rank_mask, out_dtype=out_dtype)
+    y, dropped = exchange_and_compute(layer, params.experts, x, routing.ids, routing.weights, **where)
+    return y, routing.ids, dropped
 
 
 def exchange_and_compute(
@@ -64,7 +115,7 @@ def exchange_and_compute(
             physical = to_physical(ids, placement, rank_mask=rank_mask, first_token=ex.rank() * tokens)
             unreachable = num_unreachable(ids, physical, placement)
     x = x.astype(config.jnp_dtype)
-    experts, scale = _input_scale(experts, x, physical, decision, ex.axis_name)
+    experts, scale = _input_scale(experts, x, physical, decision, ex.axis_name, _token_axes(layer))
     wire = config.quant.combine_wire
     if backend.name == "local" and wire is None:
         # One rank: a row that goes nowhere needs no plan, no packing and no buffers.
@@ -137,8 +188,8 @@ def _exchange(
             else:
                 y = apply_experts_unsummed(*given, **how)
     with jax.named_scope("combine"):
-        back = dict(backend=backend, exchange=ex, recv_ids=got.ids, counts=got.counts, wire=wire, out_dtype=out_dtype)
-        out = combine(y, weights, plan, **back)
+        back = functools.partial(combine, backend=backend, exchange=ex, wire=wire, out_dtype=out_dtype)
+        out = back(y, weights, plan, recv_ids=got.ids, counts=got.counts)
     return out, plan.dropped.reshape(1)
 
 
@@ -152,13 +203,30 @@ def _how(layer: MoELayer, decision: Decision) -> dict[str, Any]:
     return dict(quantize_input=quantize_input, implementation=layer.implementation)
 
 
+def _token_axes(layer: MoELayer) -> tuple[str, ...]:
+    """Axes over which the tokens are spread, of those that the shard_map being traced has in scope."""
+
+    def in_scope(axis: str) -> bool:
+        try:
+            return lax.axis_size(axis) > 0
+        except NameError:
+            return False
+
+    return tuple(axis for axis in layer.token_axes if in_scope(axis))
+
+
 def _input_scale(
-    experts: ExpertWeights, x: jax.Array, physical: jax.Array, decision: Decision, axis_name: Axis | None
+    experts: ExpertWeights,
+    x: jax.Array,
+    physical: jax.Array,
+    decision: Decision,
+    axis_name: Axis | None,
+    token_axes: tuple[str, ...],
 ) -> tuple[ExpertWeights, jax.Array | None]:
     """The experts with the decode scale of a per-tensor activation format, and the one to quantise with before sending.
 
-    Without a static scale it is that of all ranks' routed tokens together, so that the numbers do not depend on how
-    many ranks there are, nor on who quantises.
+    Without a static scale it is that of all routed tokens together, also of other axes of the mesh, so that the numbers
+    do not depend on how many ranks there are, nor on who quantises.
     """
     scale = experts.input_scale
     formats = [f for f in (decision.quant_dtype, decision.wire if decision.quantised_wire else None) if f is not None]
@@ -167,7 +235,7 @@ def _input_scale(
         return experts, None
     if scale is None:
         routed = jnp.any(physical >= 0, axis=1, keepdims=True)
-        scale = shared_global_scale(jnp.where(routed, x, jnp.zeros((), x.dtype)), per_tensor[0], axis_name)
+        scale = shared_global_scale(jnp.where(routed, x, jnp.zeros((), x.dtype)), per_tensor[0], token_axes or None)
         return dataclasses.replace(experts, input_scale=scale), scale
     if decision.where == "experts" or (decision.form == "batched" and not decision.quantised_wire):
         return experts, None  # rows are quantised beside their expert, each with that expert's own scale

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,14 @@ from .backends.hierarchical import hierarchical_engine
 from .caps import DeviceCaps, count_hosts
 from .check import check_count, check_global, check_local, check_params, check_placement, check_rank_mask, check_tokens
 from .config import MoEConfig
-from .core import exchange_and_compute
+from .core import route_and_compute
 from .experts import ExpertsSpec, ExpertWeights, get_experts, shared_expert
 from .params import MoEParams
 from .payload import RowLayout, row_layout
 from .placement import Placement, to_physical_order
 from .policy import Decision, decide, explain
 from .policy.render import to_text
-from .router import MoEStats, route, router_logits, router_stats, summarize
+from .router import MoEStats, router_logits, router_stats, summarize
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -402,30 +403,15 @@ def _local(layer: MoELayer, params: MoEParams, x, valid, placement, rank_mask):
     placement = check_placement(layer, placement, masked=rank_mask is not None)
     with jax.named_scope("router"):
         logits = router_logits(x, params.router, params.router_bias)
-        routing = route(
-            logits,
-            config.router,
-            top_k=config.num_experts_per_tok,
-            correction_bias=params.correction_bias,
-            valid=valid,
-        )
     shares = params.shared_gate_up is not None
-    y, dropped = exchange_and_compute(
-        layer,
-        params.experts,
-        x,
-        routing.ids,
-        routing.weights,
-        placement=placement,
-        rank_mask=rank_mask,
-        out_dtype=jnp.float32 if shares else x.dtype,
-    )
+    how: Any = dict(valid=valid, placement=placement, rank_mask=rank_mask)
+    y, ids, dropped = route_and_compute(layer, params, x, logits, **how, out_dtype=jnp.float32 if shares else x.dtype)
     if params.shared_gate_up is not None:
         with jax.named_scope("shared_expert"):
             assert params.shared_down is not None
             shared = shared_expert(x, params.shared_gate_up, params.shared_down, config, gate=params.shared_gate)
             y = y + (shared if valid is None else jnp.where(valid[:, None], shared, jnp.float32(0)))
-    return y.astype(x.dtype), logits, routing.ids, dropped
+    return y.astype(x.dtype), logits, ids, dropped
 
 
 def moe(

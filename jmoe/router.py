@@ -64,14 +64,13 @@ def route(
     Sources: Switch Transformer (softmax, top-k), DeepSeek-V3 (sigmoid, groups, correction bias), gpt-oss (softmax over
     the selected logits).
     """
-    _check(logits, config, top_k, correction_bias, valid)
-    fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
-    rule = Rule(top_k, **{f: getattr(config, f) for f in fields})
+    rule = checked_rule(logits, config, top_k=top_k, correction_bias=correction_bias, valid=valid)
     bias = None if correction_bias is None else correction_bias.astype(jnp.float32)
     return Routing(*choose_experts(logits.astype(jnp.float32), bias, rule, valid=valid))
 
 
-def _check(logits, config: RouterConfig, top_k: int, correction_bias, valid) -> None:
+def checked_rule(logits, config: RouterConfig, *, top_k: int, correction_bias, valid) -> Rule:
+    """How `route` chooses; ValueError where its arguments do not fit."""
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(
             f"Router logits are {logits.dtype}{list(logits.shape)}; route() takes floating point [tokens, experts]: "
@@ -94,6 +93,8 @@ def _check(logits, config: RouterConfig, top_k: int, correction_bias, valid) -> 
         raise ValueError(
             f"valid is {valid.dtype}{list(valid.shape)}; it must be bool[{tokens}], one for each row of the logits."
         )
+    fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
+    return Rule(top_k, **{f: getattr(config, f) for f in fields})
 
 
 # --- statistics and losses

@@ -134,6 +134,8 @@ def kernel_reasons(caps: DeviceCaps) -> dict[str, str | None]:
     ):
         if names:
             reasons[f"{', '.join(names)} rows"] = reason
+    few = {"experts", "routed_experts"} <= CONFIRMED
+    reasons["experts of a few tokens"] = why if few else (why or named)
     alone = "there is one GPU: nothing has to be exchanged" if caps.num_devices < 2 else None
     reasons["exchange by remote writes"] = alone or engine_reason(caps)
     return reasons

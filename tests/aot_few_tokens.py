@@ -18,6 +18,7 @@ def kernels():
 
     from pallas_kernels.grouped_matmul import Gate, mosaic_vector
     from pallas_kernels.quantize import quantize_weights
+    from pallas_kernels.route import Rule
 
     bf16, i32, f32, struct = jnp.bfloat16, jnp.int32, jnp.float32, jax.ShapeDtypeStruct
 
@@ -38,12 +39,19 @@ def kernels():
     def grouped(x, w, sizes):
         return mosaic_vector.run_multiply(x, w, sizes=sizes, zero=True, out_dtype=bf16)
 
+    def chosen(x, w, logits, following):
+        how = dict(rule=Rule(8), bias=None, valid=None, gate=Gate(), gate_up_bias=None, following=following)
+        return mosaic_vector.run_chosen(x, w, logits, **how)
+
     for fmt in FORMATS:
         for model, (d, f, e) in MODELS.items():
             for tokens in (1, 4):
                 ids, name = struct((tokens, 8), i32), f"{fmt}, {model}, {tokens} tokens"
                 flat = struct((tokens * 8,), i32)
                 yield of_leaves(f"{name}, up", up, struct((tokens, d), bf16), weight(fmt, e, 2, f, d), flat)
+                if tokens == 1:
+                    given = struct((1, d), bf16), weight(fmt, e, 2, f, d), struct((1, e), f32), weight(fmt, e, d, f)
+                    yield of_leaves(f"{name}, chosen", chosen, *given)
                 hidden = struct((tokens * 8, f), bf16)
                 yield of_leaves(f"{name}, down", down, hidden, weight(fmt, e, d, f), ids, struct(ids.shape, f32))
         yield of_leaves(

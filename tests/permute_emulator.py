@@ -88,7 +88,7 @@ class Threads(Machine):
         words = at.data.view(np.uint32)
         np.add.at(words, start[on] // 4, self.all(value)[on].astype(np.uint32))
 
-    def loop(self, count, body, carry=()):
+    def loop(self, count, body, carry=(), *, rolled=False):
         carry = tuple(U(c) for c in carry)
         for i in range(count):
             carry = tuple(body(U(i), *carry))

@@ -10,22 +10,24 @@ import pytest
 from aot_report import aot_report
 
 from jmoe import compat
-from jmoe.config import MoEConfig, QuantConfig
+from jmoe.config import MoEConfig, QuantConfig, RouterConfig
 from jmoe.experts import ExpertWeights, apply_experts, takes_few_rows
-from jmoe.layer import build_moe, moe, quantize_params
+from jmoe.layer import build_moe, moe, moe_with_stats, quantize_params
 from jmoe.params import init_params
 from pallas_kernels import decode
 from pallas_kernels.decode import mosaic_experts, reference
 from pallas_kernels.grouped_matmul import Gate, mosaic_entry, mosaic_vector, vector_weights
 from pallas_kernels.permute import thread
 from pallas_kernels.quantize import QTensor, dequantize, quantize_weights
+from pallas_kernels.route import Rule, choose_experts
+from pallas_kernels.route import mosaic_sm90 as route_sm90
 
 FORMATS = ("bfloat16", "nvfp4", "mxfp4", "mxfp8", "fp8_128x128")
 
 
 @pytest.fixture
 def on_the_host(monkeypatch):
-    permute_emulator.install(monkeypatch, mosaic_vector, vector_weights, mosaic_experts)
+    permute_emulator.install(monkeypatch, mosaic_vector, vector_weights, mosaic_experts, route_sm90)
 
 
 def draw(rng, *shape, dtype=jnp.bfloat16, scale=1.0):
@@ -171,6 +173,23 @@ def test_experts_are_what_plain_jax_computes(on_the_host, rng, fmt, kind):
         assert not np.asarray(y)[2].any()
 
 
+@pytest.mark.parametrize("valid", [None, True, False])
+@pytest.mark.parametrize("rule", [Rule(8), Rule(4, score="sigmoid", num_groups=2, group_topk=1, scaling=2.5)], ids=str)
+def test_one_token_and_its_choice_of_experts(on_the_host, rng, rule, valid):
+    (gate_up, _), (down, _) = weights(rng, "nvfp4", 64, 2, 32, 64), weights(rng, "nvfp4", 64, 64, 32)
+    x, logits = draw(rng, 1, 64), draw(rng, 1, 64, dtype=jnp.float32, scale=3.0)
+    bias = draw(rng, 64, dtype=jnp.float32) if rule.num_groups else None
+    flag = None if valid is None else jnp.asarray([valid])
+    biases = draw(rng, 64, 2, 32), draw(rng, 64, 64)
+    how = dict(gate=Gate(), out_dtype=jnp.float32)
+    y, ids, factors = mosaic_experts.run_routed(x, logits, bias, flag, gate_up, down, *biases, rule=rule, **how)
+    expected_ids, expected_factors = choose_experts(logits, bias, rule, valid=flag)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_allclose(factors, expected_factors, 1e-6)
+    close(y, reference.experts(x, expected_ids, expected_factors, gate_up, down, *biases, **how), 2e-3)
+    assert np.asarray(y).any() == (valid is not False)
+
+
 def test_a_token_that_is_nan_stays_alone(on_the_host, rng):
     (gate_up, _), (down, _) = weights(rng, "mxfp8", 3, 2, 64, 128), weights(rng, "mxfp8", 3, 128, 64)
     x = draw(rng, 4, 128)
@@ -211,7 +230,7 @@ def test_what_the_kernels_cannot_do_is_said(rng):
 @pytest.fixture
 def confirmed(monkeypatch):
     monkeypatch.setattr(thread, "CONFIRMED", thread.CONFIRMED)
-    added = {"experts", "few_rows"} - thread.CONFIRMED
+    added = {"experts", "routed_experts", "few_rows"} - thread.CONFIRMED
     thread.CONFIRMED.update(added)
     yield
     thread.CONFIRMED.difference_update(added)
@@ -219,8 +238,8 @@ def confirmed(monkeypatch):
 
 @pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
 @pytest.mark.parametrize("fmt", [None, "nvfp4"])
-@pytest.mark.parametrize(("tokens", "few"), [(1, True), (4, True), (5, False)])
-def test_a_layer_of_few_tokens_has_four_kernels(confirmed, fmt, tokens, few):
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_how_many_kernels_a_layer_of_few_tokens_has(confirmed, fmt, tokens):
     config = MoEConfig(256, 128, 32, 8, quant=QuantConfig(weights=fmt))
     layer = build_moe(config)
 
@@ -231,8 +250,13 @@ def test_a_layer_of_few_tokens_has_four_kernels(confirmed, fmt, tokens, few):
     args = jax.eval_shape(make), jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16)
     traced = jax.jit(lambda p, x: moe(layer, p, x)).trace(*args)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    names = ("choose_experts", "expert_rows_gated", "expert_sum", "sort_place")
-    assert [n in text for n in names] == [True, few, few, not few]
+    kernels = {
+        1: {"chosen_rows_gated", "expert_sum"},
+        4: {"choose_experts", "expert_rows_gated", "expert_sum"},
+        5: {"choose_experts", "sort_place", "combine_rows"},
+    }
+    every = set().union(*kernels.values())
+    assert {name for name in every if name in text} == kernels[tokens]
     assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
@@ -252,6 +276,25 @@ def test_gradients_and_mapped_axes_take_the_other_way(confirmed, rng):
         np.testing.assert_array_equal(a, b)
     mapped = jax.vmap(lambda x: apply_experts(x, ids, factors, params, config))(jnp.stack([x, x * 2]))
     close(mapped[0], apply_experts(x, ids, factors, params, config), 1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_layer_of_one_token_has_the_gradients_of_its_steps(confirmed, masked):
+    config = MoEConfig(64, 48, 32, 2, dtype="bfloat16", router=RouterConfig(use_correction_bias=True))
+    params = init_params(jax.random.key(0), config, dtype=jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, 64), jnp.bfloat16)
+    valid = jnp.asarray([False]) if masked else None
+
+    def results(layer):
+        def loss(params, x):
+            y, stats = moe_with_stats(layer, params, x, valid=valid)
+            return (y.astype(jnp.float32) ** 2).sum() + stats.load_balance_loss, stats.tokens_per_expert
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)(params, x)
+
+    ours, theirs = results(build_moe(config)), results(build_moe(config, implementation="portable"))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
@@ -279,5 +322,5 @@ def test_grouped_matmuls_of_few_rows_lower_to_the_same_kernels(confirmed, rng, f
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_machine_code_spills_no_register(arch):
     report = aot_report("aot_few_tokens.py", arch)
-    assert len(report) == 2 * 2 * 5 * 2 + 5
+    assert len(report) == 5 * (2 * (2 * 2 + 1) + 1)
     assert all(registers and not spilled for registers, spilled, _ in report.values()), report

@@ -78,7 +78,7 @@ def test_the_layer_uses_those_that_are_confirmed_and_on_a_cpu_none():
     config = MoEConfig(256, 128, 32, 4)
     layer = build_moe(config)
     params = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype=jnp.bfloat16))
-    traced = jax.jit(lambda p, x: moe(layer, p, x)).trace(params, jax.ShapeDtypeStruct((8, 256), jnp.bfloat16))
+    traced = jax.jit(lambda p, x: moe(layer, p, x)).trace(params, jax.ShapeDtypeStruct((16, 256), jnp.bfloat16))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for name in ("choose_experts", "sort_place", "combine_rows"):
         assert name in text

@@ -9,3 +9,5 @@ from .api import merged_linear as merged_linear
 from .api import normed_linear as normed_linear
 from .api import obstacle as obstacle
 from .api import route as route
+from .api import routed_experts as routed_experts
+from .api import routed_obstacle as routed_obstacle

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..grouped_matmul import Gate
 from ..permute.thread import CONFIRMED, environment_obstacle, pick
 from ..quantize import QTensor
-from ..route import Rule
+from ..route import Rule, choose_experts
 from ..route.mosaic_sm90 import obstacle as choice_obstacle
 from . import mosaic_attend, mosaic_experts, mosaic_linear, reference
 
@@ -156,6 +156,56 @@ def experts_obstacle(
         return "its kernels have not run on a GPU since their last change"
     why = mosaic_experts.experts_obstacle(x, ids, gate_up, down, gate_up_bias, down_bias)
     return why or environment_obstacle()
+
+
+def routed_experts(
+    x: jax.Array,
+    logits: jax.Array,
+    rule: Rule,
+    gate_up: jax.Array | QTensor,
+    down: jax.Array | QTensor,
+    *,
+    bias: jax.Array | None = None,
+    valid: jax.Array | None = None,
+    gate: Gate = Gate(),  # noqa: B008
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    out_dtype=None,
+    otherwise: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`choose_experts` for one token, and `experts` of it, in two kernels instead of three.
+
+    x: [1, D]. logits: float32 [1, E], bias, rule and valid as for `choose_experts`; the others as for `experts`, also
+    where it raises ValueError. otherwise: what computes it from (x, logits, bias, valid, gate_up, down, gate_up_bias,
+    down_bias) where the kernels do not.
+    Returns what `experts` returns, ids int32 [1, K], and weights float32 [1, K].
+    """
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    ids = jax.ShapeDtypeStruct((x.shape[0], rule.top_k), jnp.int32)
+    why = mosaic_experts.experts_obstacle(x, ids, gate_up, down, gate_up_bias, down_bias) or environment_obstacle()
+    if x.shape[0] != 1 or logits.shape != (1, gate_up.shape[0]):
+        why = f"it takes one token and its logits for all experts, not {x.shape} and {logits.shape}"
+    why = why or choice_obstacle(1, logits.shape[1], rule)
+    args = (x, logits, bias, valid, gate_up, down, gate_up_bias, down_bias)
+    how = dict(gate=gate, out_dtype=out_dtype)
+
+    def plain(a):
+        if otherwise is not None:
+            return otherwise(*a)
+        x, logits, bias, valid, *rest = a
+        ids, weights = choose_experts(logits, bias, rule, valid=valid)
+        return reference.experts(x, ids, weights, *rest, **how), ids, weights
+
+    kernel = lambda a: mosaic_experts.run_routed(*a, rule=rule, **how)  # noqa: E731
+    return pick("routed_experts", implementation, why, kernel, plain, args)
+
+
+def routed_obstacle(x: jax.Array, logits: jax.Array, rule: Rule) -> str | None:
+    """Why `routed_experts` has no kernels of its own where `experts` has, or does not use them by itself; or None."""
+    if "routed_experts" not in CONFIRMED:
+        return "its kernels have not run on a GPU since their last change"
+    return "it takes one token" if x.shape[0] != 1 else choice_obstacle(1, logits.shape[1], rule)
 
 
 def attend(

@@ -56,6 +56,14 @@ def run_experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, *, gate
     return mosaic_vector.run_sum(hidden, down, ids, weights, bias=down_bias, out_dtype=out_dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("rule", "gate", "out_dtype"))
+def run_routed(x, logits, bias, valid, gate_up, down, gate_up_bias, down_bias, *, rule: Rule, gate: Gate, out_dtype):
+    how: Any = dict(rule=rule, bias=bias, valid=valid, gate=gate, gate_up_bias=gate_up_bias, following=down)
+    hidden, ids, weights = mosaic_vector.run_chosen(x, gate_up, logits, **how)
+    y = mosaic_vector.run_sum(hidden, down, ids, weights, bias=down_bias, out_dtype=out_dtype)
+    return y, ids, weights
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def run_route(
     rule: Rule, logits: jax.Array, bias: jax.Array | None, valid: jax.Array

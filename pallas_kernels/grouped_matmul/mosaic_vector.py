@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from ..permute.thread import F, P, Pointer, Thread, U, launch
 from ..quantize import QTensor
+from ..route import mosaic_sm90 as route
 from .bounds import MAX_GROUPS, num_words, write_bounds
 from .gate import Gate
 from .vector_weights import (
@@ -46,7 +47,6 @@ TOKEN_BYTES = 36 * 1024  # of the tokens of one expert, so that six blocks fit a
 SPLITS = 4  # warps of a block in `run_multiply`
 SUM_WARPS = 16  # of a block in `run_sum`
 PREFETCHED_BYTES = 24 * 2**20  # half of L2
-PREFETCH = "end"
 LOG2E = math.log2(math.e)
 
 
@@ -134,7 +134,8 @@ def ids_of_rows(o: Thread, refs: dict[str, Pointer], groups: int, scratch: Point
 class Multiply:
     """pairs: rows of the result. top_k: pairs of a row of x. experts: G of the weight. sizes: groups whose sizes are
     given, None where each pair's expert is. zero: whether rows of no expert are to be zero. bias: its dtype, or None.
-    following: the stack of weights that these experts multiply with next.
+    following: the stack of weights that these experts multiply with next. choice: how the experts of the only token are
+    chosen from the router's logits, where they are not given.
     """
 
     w: Weight
@@ -149,6 +150,7 @@ class Multiply:
     zero: bool
     out: str
     following: Weight | None
+    choice: route.Task | None
 
     @property
     def rows(self) -> int:
@@ -196,7 +198,13 @@ def multiply_rows(o: Thread, t: Multiply, refs: dict[str, Pointer]):
 
         return store_tokens(o, t.w, t.share, t.columns, row_of, scratch, 32 * t.warps)
 
-    if t.sizes is None and t.columns == 1:
+    if t.choice:  # by every warp: another kernel, or a barrier, would take longer
+        first = o.block().same(o.U(0)) & (o.thread() < o.U(32))
+        of_choice = refs | ({"bias": refs["choice_bias"]} if t.choice.has_bias else {})
+        chosen, _ = route.choose(o, t.choice, of_choice, o.U(0), first)
+        expert = o.warp_min(o.where(lane.same(pair), chosen, o.U(NOBODY)))
+        group = Group(expert, expert < o.U(t.experts), o.U(1), [pair])
+    elif t.sizes is None and t.columns == 1:
         expert = refs["ids"].at(pair, 4).load(1)[0]
         group = Group(expert, expert < o.U(t.experts), o.U(1), [pair])
     else:
@@ -227,21 +235,15 @@ def multiply_rows(o: Thread, t: Multiply, refs: dict[str, Pointer]):
         slot = o.where(slot < group.count, slot, o.U(0))
         x = scratch if t.columns == 1 else scratch.at(slot, token_bytes(t.w, t.share))
 
-        def prefetch_next():
-            if t.following:
-                most = PREFETCHED_BYTES // t.pairs
-                prefetch(o, t.following, refs, "next", expert, tile, t.tiles, most)
-
         def ready():
             finish_tokens()
-            if PREFETCH == "start":
-                prefetch_next()
             o.barrier()
 
         sums = multiply(o, t.w, t.share, tiles, split, x, ready)
         kept = scratch.at(None, 0, t.sums_at)
-        if PREFETCH == "end":
-            prefetch_next()
+        if t.following:  # while other blocks end and the next kernel begins; earlier it would be in their way
+            most = PREFETCHED_BYTES // t.pairs
+            prefetch(o, t.following, refs, "next", expert, tile, t.tiles, most)
         _keep(o, t.columns, kept.at(split, 2 * TILE * t.columns * 4), sums, warp < o.U(t.share.splits))
         o.barrier()
         mine = column < o.U(t.columns)
@@ -405,7 +407,7 @@ def _columns(tokens: int, row_bytes: int) -> int:
     return columns
 
 
-def _multiply_task(x, w, *, pairs, sizes, gate, bias, zero, out, following=None) -> Multiply:
+def _multiply_task(x, w, *, pairs, sizes, gate, bias, zero, out, following=None, choice=None) -> Multiply:
     kept = describe(w)
     share = Share.of(kept, SPLITS, 2)
     columns = _columns(x.shape[0], token_bytes(kept, share))
@@ -413,7 +415,7 @@ def _multiply_task(x, w, *, pairs, sizes, gate, bias, zero, out, following=None)
     top_k = pairs // x.shape[0]
     following = None if following is None else describe(following)
     out = str(jnp.dtype(out))
-    return Multiply(kept, share, pairs, top_k, columns, w.shape[0], sizes, gate, dtype, zero, out, following)
+    return Multiply(kept, share, pairs, top_k, columns, w.shape[0], sizes, gate, dtype, zero, out, following, choice)
 
 
 def multiply_obstacle(x: Any, w: Any, pairs: int, *, groups: int | None = None, bias: Any = None) -> str | None:
@@ -474,6 +476,43 @@ def run_multiply(
         scratch_words=task.scratch_words,
         name=name,
     )["out"]
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "gate"))
+def run_chosen(
+    x: jax.Array,
+    w: jax.Array | QTensor,
+    logits: jax.Array,
+    *,
+    rule: route.Rule,
+    bias: jax.Array | None,
+    valid: jax.Array | None,
+    gate: Gate,
+    gate_up_bias: jax.Array | None,
+    following: jax.Array | QTensor,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`run_multiply` of one token x [1, D] with w [G, 2, F, D] of the experts that `choose_experts` chooses for it.
+
+    logits: float32 [1, G]; bias, valid: as for `choose_experts`. Returns [K, F], ids int32 [1, K], weights float32
+    [1, K].
+    """
+    choice = route.Task(1, logits.shape[1], rule, bias is not None, valid is not None)
+    how: Any = dict(pairs=rule.top_k, sizes=None, gate=gate, bias=gate_up_bias, zero=False, out=x.dtype)
+    task = _multiply_task(x, w, **how, following=following, choice=choice)
+    given = {"x": x, "logits": logits, **operands(w, "w"), **operands(following, "next")}
+    given |= {} if gate_up_bias is None else {"bias": gate_up_bias}
+    given |= {} if bias is None else {"choice_bias": bias}
+    given |= {} if valid is None else {"valid": valid.astype(jnp.uint8)}
+    results = {
+        "out": jax.ShapeDtypeStruct((rule.top_k, task.w.rows), x.dtype),
+        "ids": jax.ShapeDtypeStruct((1, rule.top_k), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((1, rule.top_k), jnp.float32),
+    }
+    out = launch(
+        multiply_rows, task, given, results, blocks=task.pairs * task.tiles, threads=32 * task.warps,
+        scratch_words=task.scratch_words, name="chosen_rows_gated",
+    )  # fmt: skip
+    return out["out"], out["ids"], out["weights"]
 
 
 def _sum_task(x, w, *, tokens, bias, out) -> Sum:

@@ -26,6 +26,7 @@ from ..quantize import QTensor
 TILE = 16  # rows of a weight
 UNIT = 64  # bytes of a row
 BLOCK_ROWS = 128  # rows under one float32 scale
+
 UNROLLED = 4  # turns of a warp, beyond which its code is a loop
 _HALVES = {"bfloat16": "bf16", "float16": "f16"}
 _BLOCKS = {("e4m3", "e8m0"): 32, ("e2m1", "e8m0"): 32, ("e2m1", "e4m3"): 16, ("e4m3", "f32"): 128}
@@ -362,7 +363,7 @@ def multiply(
             return [*(word for unit in ahead for word in unit), *_flat(o, sums)]
 
         start = [*(word for unit in loaded for word in unit), *_flat(o, sums)]
-        flat = o.loop(share.trips - 1, body, start)
+        flat = o.loop(share.trips - 1, body, start, rolled=not w.scale)  # else all its loads come first
         loaded = [list(flat[n * width : (n + 1) * width]) for n in range(window)]
         sums = _unflat(o, flat[window * width :], len(tiles))
         _, sums = turn(loaded, x.at(None, 0, (share.trips - 1) * step), sums, None)

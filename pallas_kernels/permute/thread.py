@@ -16,7 +16,10 @@ from ..quantize.emit import F, Ops, P, Pointer, U, _asm, _i32
 
 IMPLEMENTATIONS = ("mosaic_sm90", "xla")
 #: Kernels that have passed tests/gpu since their last change; the others run only where they are asked for.
-CONFIRMED: set[str] = {"sort", "gather", "spread", "spread_decoded", "combine", "slots", "route", "decode"}
+CONFIRMED: set[str] = {
+    *("sort", "gather", "spread", "spread_decoded", "combine", "slots", "route", "decode"),
+    *("experts", "routed_experts"),
+}
 
 
 class Thread(Ops):
@@ -85,10 +88,14 @@ class Thread(Ops):
         operands = [at.address, value, arith.extui(_i32(), where.v)]
         _asm([], operands, text, "l,r,r,~{memory}", effects=True)
 
-    def loop(self, count: int, body: Callable[..., Sequence[U]], carry: Sequence[U] = ()) -> list[U]:
-        """carry = body(i, *carry) for i = 0 .. count - 1."""
+    def loop(
+        self, count: int, body: Callable[..., Sequence[U]], carry: Sequence[U] = (), *, rolled: bool = False
+    ) -> list[U]:
+        """carry = body(i, *carry) for i = 0 .. count - 1. rolled: kept from being unrolled, which takes registers."""
         index = ir.IndexType.get()
         start, stop, step = (arith.constant(index, v) for v in (0, count, 1))
+        if rolled:
+            stop = arith.index_cast(index, self.opaque(U(count)).v)
         op = scf.ForOp(start, stop, step, [c.v for c in carry])
         with ir.InsertionPoint(op.body):
             i = U(arith.index_cast(_i32(), op.induction_variable))

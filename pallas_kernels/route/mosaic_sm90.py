@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..permute.thread import F, Pointer, Thread, U, launch
+from ..permute.thread import F, P, Pointer, Thread, U, launch
 from .reference import NORMALIZE_EPS, Rule
 
 WARPS = 4  # of a block
@@ -126,10 +126,13 @@ def _limit_to_groups(o: Thread, t: Task, keys: list[U], ids: list[U]) -> list[U]
     return out
 
 
-def choose(o: Thread, t: Task, refs: dict[str, Pointer]) -> tuple[U, F]:
-    """Returns the id and the weight of place `lane` of the warp's token, for what follows in the same kernel."""
+def choose(o: Thread, t: Task, refs: dict[str, Pointer], token: U | None = None, where: P | None = None) -> tuple[U, F]:
+    """Returns the id and the weight of place `lane` of the warp's token, for what follows in the same kernel.
+
+    token, where: which token, and whether this warp stores what it finds; None where each warp has a token of its own.
+    """
     rule, lane = t.rule, o.lane()
-    token = o.block() * WARPS + (o.thread() >> 5)
+    token = o.block() * WARPS + (o.thread() >> 5) if token is None else token
     inside = token < U(t.tokens)
     ids = [lane + 32 * j for j in range(t.each)]
     row = refs["logits"].at(token, 4 * t.experts, lane * 4)
@@ -172,6 +175,7 @@ def choose(o: Thread, t: Task, refs: dict[str, Pointer]) -> tuple[U, F]:
     if t.has_valid:
         valid = refs["valid"].at(token, 1).load(1, inside, bits=8)[0] > U(0)
         weight, chosen = o.where(valid, weight, o.F(0.0)), o.where(valid, chosen, U(0xFFFFFFFF))
+    used = used if where is None else used & where
     refs["ids"].at(token, 4 * rule.top_k, lane * 4).store([chosen], inside & used)
     refs["weights"].at(token, 4 * rule.top_k, lane * 4).store([o.bits(weight)], inside & used)
     return chosen, weight

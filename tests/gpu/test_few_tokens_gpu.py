@@ -8,6 +8,7 @@ from matmul_helpers import assert_gated, exact, normal, relative, weights, with_
 
 from pallas_kernels import decode
 from pallas_kernels.grouped_matmul import Gate, gated_product, mosaic_vector
+from pallas_kernels.route import Rule, choose_experts
 
 pytestmark = pytest.mark.gpu
 FORMATS = [None, "nvfp4", "mxfp4", "mxfp8", "fp8_128x128"]
@@ -48,6 +49,28 @@ def test_experts_equal_float32(rng, fmt, case):
         dirty = np.asarray(run(with_nan(x, 0), *args))
         assert np.isnan(dirty[0]).all() or not valid[0].any()
         np.testing.assert_array_equal(dirty[1:], y[1:])
+
+
+@pytest.mark.parametrize("fmt", [None, "nvfp4"])
+@pytest.mark.parametrize("rule", [Rule(8), Rule(8, score="sigmoid", num_groups=4, group_topk=2, scaling=2.5)], ids=str)
+def test_one_token_and_its_choice_equal_both_in_turn(rng, fmt, rule):
+    e, d, f = 128, 2048, 256
+    (gate_up, _), (down, _) = weights(fmt, e, 2, f, d, scale=d**-0.5), weights(fmt, e, d, f, scale=0.05)
+    bias = jnp.asarray(rng.standard_normal(e), jnp.float32) if rule.num_groups else None
+    x = normal(rng, 1, d)
+
+    @jax.jit
+    def run(logits, valid):
+        how = dict(out_dtype=jnp.float32, implementation="mosaic_sm90")
+        y, ids, factors = decode.routed_experts(x, logits, rule, gate_up, down, bias=bias, valid=valid, **how)
+        chosen = choose_experts(logits, bias, rule, valid=valid, implementation="mosaic_sm90")
+        return (y, ids, factors), (decode.experts(x, *chosen, gate_up, down, **how), *chosen)
+
+    for valid in (True, False):
+        for _ in range(4):
+            logits = jnp.asarray(rng.standard_normal((1, e)) * 3, jnp.float32)
+            for ours, theirs in zip(*run(logits, jnp.asarray([valid])), strict=True):
+                np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
