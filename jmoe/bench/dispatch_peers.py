@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -73,9 +74,8 @@ def _measure(what: str, sizes: list[tuple[int, int]], num_ranks: int) -> tuple[d
             process.wait()
         said = [line for line in (Path(folder) / "0").read_text().splitlines() if line.strip()]
     found = [json.loads(line.removeprefix("seconds ")) for line in said if line.startswith("seconds ")]
-    # Not the frames of a C++ exception: they name c10::Error, and nothing of what went wrong.
-    errors = [line for line in said if "Error" in line and not line.lstrip().startswith("frame #")]
-    errors = errors or said or ["it said nothing"]
+    # What Python raised; other lines of a C++ error name its frames and a page to read.
+    errors = [line for line in said if re.match(r"\s*[\w.]+Error: ", line)] or said or ["it said nothing"]
     reason = f"not done after {LIMIT_SECONDS[what]} s" if late else errors[-1].strip()[:120]
     return {(t, n): s for t, n, s in found}, reason
 
