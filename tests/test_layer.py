@@ -1,6 +1,7 @@
 """The whole layer: every backend and rank count computes the same function, and so do its gradients."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -97,6 +98,25 @@ def test_two_axis_mesh_of_either_kind_and_token_counts_that_do_not_divide(kind, 
     tokens = int(np.prod(shape))
     assert y.shape == x.shape and error(np.asarray(y).reshape(-1, D), dense(params, x.reshape(-1, D))) < 1e-6
     assert int(stats.tokens_per_expert.sum()) == tokens * K and int(stats.dropped) == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 1)])
+@pytest.mark.parametrize("backend", ["auto", "low_latency", "deepep_high_throughput"])
+def test_F46_a_tensor_wide_scale_is_that_of_the_tokens_of_all_axes(backend, shape):
+    config = dataclasses.replace(CONFIG, quant=QuantConfig(activations="nvfp4"))
+    params, x = inputs(config)
+    x = x * jnp.linspace(0.1, 8, T)[:, None]  # each rank's own maximum is another one
+    one = np.asarray(run(config, params, x, "auto"))
+    mesh = mesh_of(shape, ("dp", "ep"))
+    assert error(run(config, params, x, backend, mesh), one) < 1e-6
+    if shape == (2, 4) and backend == "auto":  # inside a shard_map over the experts' axis only, "dp" is one array
+        layer = build_moe(config, mesh=mesh, backend="nvlink_two_sided")
+        specs = (dataclasses.replace(jax.tree.map(lambda _: P(), params), experts=P("ep")), P("ep"))
+        local = functools.partial(moe_local, layer)
+        mine = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=P("ep"), axis_names=frozenset({"ep"}), check_vma=False
+        )
+        assert error(jax.jit(mine)(params, x), one) < 1e-6
 
 
 def test_stats_are_those_of_one_rank():
