@@ -46,8 +46,9 @@ class Engine:
     prepare(plan, exchange): the plan with what this engine needs besides, found once for all directions.
     reduce_as(y, weights, plan, exchange, out_dtype, wire, counts): `reduce` of float rows that travel quantised, counts
         int32 [R] or [E_loc, R] of them real; None where it cannot do that.
-    reduce_unsummed(rows, plan, exchange, out_dtype) -> [T, D]: `reduce` of `rows.summed(exchange.dtype)`, bit for bit,
-        without making them first; None where it cannot do that for these rows. Not differentiated.
+    reduce_unsummed(rows, plan, exchange, out_dtype, counts) -> [T, D]: `reduce` of `rows.summed(exchange.dtype)`, bit
+        for bit, without making them first, counts int32 [R] of them real; None where it cannot do that for these rows.
+        Not differentiated.
     words: how `Backend.transport` speaks of it. staged: whether it fills buffers as the portable collectives do.
     row_unit: bytes to a multiple of which received rows and their parts are rounded up.
     collects(exchange, form, row_bytes): whether `reduce` of such rows needs a buffer for what comes back.
@@ -64,7 +65,7 @@ class Engine:
     give_back: Callable[[jax.Array, jax.Array, Plan, Exchange], jax.Array] | None = None
     prepare: Callable[[Plan, Exchange], Plan] | None = None
     reduce_as: Callable[..., jax.Array | None] | None = None
-    reduce_unsummed: Callable[[Unsummed, Plan, Exchange, jnp.dtype], jax.Array | None] | None = None
+    reduce_unsummed: Callable[[Unsummed, Plan, Exchange, jnp.dtype, jax.Array], jax.Array | None] | None = None
     words: str = ""
     staged: bool = False
     row_unit: int = 1

@@ -76,7 +76,7 @@ def _returned_dtype(backend: Backend, exchange: Exchange, wire: str | None):
 def _combine_unsummed(backend, exchange, out_dtype, y, factors, position, weights, plan, recv_ids, counts):
     """`_combine` of the rows' sums, which the engine's kernel takes where it can."""
     rows = Unsummed(y, position, factors, y.shape[1])
-    out = exchange.engine.reduce_unsummed(rows, plan, exchange, out_dtype)
+    out = exchange.engine.reduce_unsummed(rows, plan, exchange, out_dtype, counts)
     if out is None:
         rows = rows.summed(_returned_dtype(backend, exchange, None))
         out = _combine(backend, exchange, None, out_dtype, rows, weights, plan, recv_ids, counts)

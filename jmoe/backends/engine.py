@@ -104,7 +104,7 @@ def fans_out(exchange: Exchange, form: str, tokens: int, top_k: int, data_bytes:
     from pallas_kernels.all_to_all.mosaic_fan_out import FanOut
 
     sizes = Form(str(exchange.axis_name), num_ranks, exchange.capacity, exchange.num_local)
-    return FanOut(sizes, tokens, top_k, Schedule.for_tokens(tokens).blocks).obstacle is None
+    return FanOut(sizes, tokens, top_k, Schedule.for_tokens(tokens, counts=sizes.num_counts).blocks).obstacle is None
 
 
 def packed_row(layout: RowLayout):
@@ -288,12 +288,16 @@ def gathers(exchange: Exchange, form: str) -> bool:
     return form == "standard" and exchange.capacity >= GATHERING_CAPACITY
 
 
-def reduce_unsummed(rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array | None:
+def reduce_unsummed(
+    rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype, counts: jax.Array
+) -> jax.Array | None:
     """Experts' outputs added up on their way where that is faster; see `Engine.reduce_unsummed`."""
-    return reduce_gathering(rows, plan, exchange, out_dtype) if gathers(exchange, plan.form) else None
+    return reduce_gathering(rows, plan, exchange, out_dtype, counts) if gathers(exchange, plan.form) else None
 
 
-def reduce_gathering(rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype) -> jax.Array | None:
+def reduce_gathering(
+    rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: jnp.dtype, counts: jax.Array
+) -> jax.Array | None:
     """Experts' outputs added up on their way to the owners, and there, [T, D]; None where the kernel cannot do it."""
     from pallas_kernels.all_to_all import mosaic_combine_gather
 
@@ -308,7 +312,7 @@ def reduce_gathering(rows: Unsummed, plan: Plan, exchange: Exchange, out_dtype: 
         position,
         weights,
         plan.slot,
-        plan.counts,
+        counts,
         axis_name=exchange.axis_name,
         capacity=exchange.capacity,
         wire_dtype=exchange.dtype,

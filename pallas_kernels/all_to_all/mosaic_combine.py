@@ -15,7 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .mosaic_common import Schedule, completion, int32, kernel_params, row_bytes, share, stages_for
+from .mosaic_common import (
+    Schedule,
+    announce_done,
+    done_semaphores,
+    int32,
+    kernel_params,
+    row_bytes,
+    share,
+    stages_for,
+    wait_for_all,
+)
 
 MIN_HIDDEN = 256
 
@@ -106,6 +116,7 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
         role = lax.axis_index("warpgroup")
         blocks = int32(schedule.blocks)
         trips = share(int32(tokens), block, blocks)
+        read = done_semaphores(num_ranks, unused=1)
 
         @pl.when(role == 0)
         def _load():
@@ -158,12 +169,22 @@ def _combine(y, tables, source, per_token, axis_name, num_ranks, tokens, out_dty
                 layout = plgpu.Layout.WG_STRIDED((length,), vec_size=min(8, length // 128))
                 zeros = tuple(plgpu.layout_cast(jnp.zeros((length,), jnp.float32), layout) for _ in starts)
                 count, sums = lax.fori_loop(int32(0), int32(per_token), add_row, (count, zeros))
+
+                @pl.when(i == trips - int32(1))
+                def _():
+                    announce_done(read, axis_name, num_ranks)  # the other ranks may now reuse their rows
+
                 for start, total in zip(starts, sums, strict=True):
                     out_ref[token, pl.ds(start, length)] = total.astype(out_dtype)
                 return count
 
             lax.fori_loop(int32(0), trips, step, int32(0))
-            completion(axis_name, num_ranks, schedule, unused=1)  # every rank may now reuse its rows
+
+            @pl.when(trips == 0)
+            def _():
+                announce_done(read, axis_name, num_ranks)
+
+            wait_for_all(read, axis_name, num_ranks, schedule)
 
     return plgpu.kernel(
         body,

@@ -136,7 +136,7 @@ def combine_gathered(
     position: jax.Array,
     weights: jax.Array,
     slot: jax.Array,
-    counts: jax.Array,
+    received: jax.Array,
     *,
     axis_name: str,
     capacity: int,
@@ -151,8 +151,8 @@ def combine_gathered(
     with s[n] = sum over k of weights[n, k] * y[position[n, k]], in float32, k ascending, where position[n, k] >= 0,
     rounded to `wire_dtype` (y's). Bit for bit what `permute.combine_rows` and `combine_rows_pushed` give.
 
-    y: [M, D]. position: int32 [R * C, K], -1 for none. weights: float32 like it. slot: int32 [T, R]. counts: int32 [R],
-    rows that this rank sent to each rank. Returns [T, D] of `out_dtype` (y's). Inside shard_map over `axis_name`. All
+    y: [M, D]. position: int32 [R * C, K], -1 for none. weights: float32 like it. slot: int32 [T, R]. received: int32
+    [R], rows that came from each rank. Returns [T, D] of `out_dtype` (y's). Inside shard_map over `axis_name`. All
     blocks must be resident at once: no more of them than multiprocessors.
     Raises ValueError for what `reason_not` names.
     """
@@ -186,22 +186,18 @@ def combine_gathered(
         keep(o, added, _pointer(following), found)
         mgpu_utils.warpgroup_barrier()
 
-    def body(y_ref, position_ref, weights_ref, slot_ref, counts_ref, out_ref, arrivals_ref, chunks, tables, slots):
+    def body(y_ref, position_ref, weights_ref, slot_ref, received_ref, out_ref, arrivals_ref, chunks, tables, slots):
         me = lax.axis_index(axis_name)
         block = lax.axis_index("block")
         role = lax.axis_index("warpgroup")
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((num_ranks, d.num_chunks)))
-        read = pl.get_global(plgpu.SemaphoreType.REGULAR)
 
         @pl.when(role < senders)
         def _send():
             others = [peer_of(me, s, num_ranks) for s in range(1, num_ranks)]
-            going = [plgpu.remote_ref(counts_ref, {axis_name: peer})[me] for peer in others]  # pyright: ignore[reportArgumentType]
-            going.append(counts_ref[me])
+            going = [received_ref[peer] for peer in [*others, me]]
             sender = role * int32(blocks) + block
             trips = d.sender_trips(sender, going)
-            for peer in others:  # this warpgroup has read the counts: their owner may leave
-                pl.semaphore_signal(read, device_id={axis_name: peer})
 
             def announce(peer, chunk):
                 pl.semaphore_signal(arrived.at[me, chunk], device_id={axis_name: peer})
@@ -254,10 +250,6 @@ def combine_gathered(
                 plgpu.wait_smem_to_gmem(0)
                 announce(last_peer, last_chunk)
 
-            @pl.when((block == 0) & (role == 0))
-            def _():
-                pl.semaphore_wait(read, senders * (num_ranks - 1) * blocks, decrement=False)
-
         @pl.when(role >= senders)
         def _add():
             adder = (role - int32(senders)) * int32(blocks) + block
@@ -301,7 +293,7 @@ def combine_gathered(
             plgpu.SMEM((adders, 2, added.table_words), jnp.int32),
         ],
         **kernel_params(schedule, "combine_gathered", warpgroups=senders + adders),
-    )(y, position, weights.astype(jnp.float32), slot, counts)[0]
+    )(y, position, weights.astype(jnp.float32), slot, received)[0]
 
 
 def _word(value) -> U:

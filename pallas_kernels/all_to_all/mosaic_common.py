@@ -42,9 +42,12 @@ class Schedule:
     align_rows: bool = True
 
     @classmethod
-    def for_tokens(cls, tokens: int, *, stages: int = 8) -> Schedule:
-        """A block for each token, up to one on each multiprocessor, of which an H200 has 132."""
-        return cls(blocks=max(1, min(132, multiprocessors(), tokens)), stages=stages)
+    def for_tokens(cls, tokens: int, *, counts: int = 0, stages: int = 8) -> Schedule:
+        """A block for each token, up to one on each multiprocessor, of which an H200 has 132.
+
+        counts: how many a dispatch sends besides, a block for every 8 of them at least, as it stores one by one.
+        """
+        return cls(blocks=max(1, min(132, multiprocessors(), max(tokens, counts // 8))), stages=stages)
 
 
 def multiprocessors() -> int:
@@ -239,13 +242,12 @@ def completion(
     signallers: int = 1,
     waiter=True,
     every_block: bool = False,
-    unused: int = 0,
 ) -> None:
     """Tells the other ranks that this warpgroup's writes have completed; block 0 waits until all blocks of those have.
 
-    signallers, waiter, every_block: as for `wait_for_all`. unused: as for `done_semaphores`.
+    signallers, waiter, every_block: as for `wait_for_all`.
     """
-    arrived = done_semaphores(num_ranks, unused)
+    arrived = done_semaphores(num_ranks)
     announce_done(arrived, axis_name, num_ranks)
     wait_for_all(arrived, axis_name, num_ranks, schedule, signallers=signallers, waiter=waiter, every_block=every_block)
 

@@ -121,7 +121,7 @@ def _push(pieces, tables, counts, form: Form, name, schedule, *, fan_out: bool =
         row_bytes(array)
     widths = [sum(array.shape[1] for array in piece) for piece in pieces]
     dtypes = [piece[0].dtype for piece in pieces]
-    schedule = schedule or Schedule.for_tokens(tokens)
+    schedule = schedule or Schedule.for_tokens(tokens, counts=form.num_counts)
     strides = [stride_of(width, dtype.itemsize, schedule) for width, dtype in zip(widths, dtypes, strict=True)]
     stages = stages_for(schedule, sum(s * d.itemsize for s, d in zip(strides, dtypes, strict=True)))
     in_flight = min(schedule.in_flight, stages - 1)

@@ -127,7 +127,7 @@ def _push(x, tail, tables, counts, form: Form, parts, fmt, layout: PackedRow, wa
         raise ValueError(f"push_quantized: {reason}. Quantise first and use push_rows.")
     tokens, width = x.shape
     axis_name, places = form.axis_name, form.places
-    schedule = schedule or Schedule.for_tokens(tokens, stages=9)
+    schedule = schedule or Schedule.for_tokens(tokens, counts=form.num_counts, stages=9)
     stride = stride_of(layout.row_bytes, 1, schedule)
     fitting = min(schedule.stages, SHARED_MEMORY // (row_bytes(x) + stride))
     # A warpgroup frees a stage when it is done with its next row, so it needs two. And a multiple of the warpgroups:
