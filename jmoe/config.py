@@ -100,7 +100,9 @@ class QuantConfig:
 
     activations: the layer's quant dtype, in which the first matmul of the experts takes its input; also what a
         quantising backend sends. weights: the format the expert weights are kept in. intermediate: the format of
-        silu(gate)*up, the input of the down projection. wire: "auto" lets `jmoe.policy` decide what travels, without a
+        silu(gate)*up, the input of the down projection; "nvfp4" has a static scale there (`ExpertWeights.
+    intermediate_scale`), or else that of the rows at hand, and numbers then depend on how many ranks and chunks there
+    are: "nvfp4_token" does not. wire: "auto" lets `jmoe.policy` decide what travels, without a
         loss that nobody asked for; "fastest" lets unquantised activations travel as MXFP8 where that should be faster,
         by measurements, for the tokens and the machine at hand; "bfloat16" or a format's name overrides it.
         combine_wire: None sends expert outputs back in the layer's dtype; "mxfp8"

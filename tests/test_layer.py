@@ -119,6 +119,16 @@ def test_F46_a_tensor_wide_scale_is_that_of_the_tokens_of_all_axes(backend, shap
         assert error(jax.jit(mine)(params, x), one) < 1e-6
 
 
+def test_F23_masked_tokens_do_not_count_in_a_tensor_wide_scale():
+    config = dataclasses.replace(CONFIG, quant=QuantConfig(activations="nvfp4"))
+    params, x = inputs(config)
+    valid = np.arange(T) % 4 > 0
+    loud = jnp.where(jnp.asarray(valid)[:, None], x, 1e4)
+    for layer in (build_moe(config), build_moe(config, mesh=mesh_of((4,)), backend="nvlink_two_sided")):
+        f = jax.jit(lambda p, x, layer=layer: moe(layer, p, x, valid=jnp.asarray(valid)))
+        np.testing.assert_array_equal(f(params, loud), f(params, x))
+
+
 def test_stats_are_those_of_one_rank():
     params, x = inputs()
     one = jax.jit(lambda p, x: moe_with_stats(build_moe(CONFIG), p, x))(params, x)[1]

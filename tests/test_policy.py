@@ -395,6 +395,9 @@ def test_hopper_compresses_mx_and_nvfp4_and_blackwell_multiplies_them():
         assert blackwell.native and "as it is" in blackwell.notes[0]
         assert "On CPU" in decided(name, "allgather_reducescatter", caps=CPU).notes[0]
     assert decided("fp8", "nvlink_one_sided").native
+    for capability in ((8, 0), (8, 9)):  # no matrix units with a scale for 128 values, or none of 8 bits at all
+        older = dataclasses.replace(HOPPER, compute_capability=capability)
+        assert not any(decided(f, "nvlink_two_sided", caps=older).native for f in ("fp8", "mxfp8", "nvfp4_token"))
 
 
 def test_decisions_are_hashable_and_equal_for_equal_questions():
