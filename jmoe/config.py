@@ -100,13 +100,13 @@ class QuantConfig:
 
     activations: the layer's quant dtype, in which the first matmul of the experts takes its input; also what a
         quantising backend sends. weights: the format the expert weights are kept in. intermediate: the format of
-        silu(gate)*up, the input of the down projection; "nvfp4" has a static scale there (`ExpertWeights.
-    intermediate_scale`), or else that of the rows at hand, and numbers then depend on how many ranks and chunks there
-    are: "nvfp4_token" does not. wire: "auto" lets `jmoe.policy` decide what travels, without a
-        loss that nobody asked for; "fastest" lets unquantised activations travel as MXFP8 where that should be faster,
-        by measurements, for the tokens and the machine at hand; "bfloat16" or a format's name overrides it.
-        combine_wire: None sends expert outputs back in the layer's dtype; "mxfp8"
-        quantises them, for slow links: over NVLink that takes three times as long as not to.
+        silu(gate)*up, the input of the down projection; without a static scale (`ExpertWeights.intermediate_scale`)
+        "nvfp4" takes that of the rows at hand, and numbers depend on how many ranks and chunks there are, which with
+        "nvfp4_token" they do not. wire: "auto" lets `jmoe.policy` decide what travels, without a loss that nobody asked
+        for; "fastest" lets unquantised activations travel as MXFP8 where that should be faster, by measurements, for
+        the tokens and the machine at hand; "bfloat16" or a format's name overrides it.
+        combine_wire: None sends expert outputs back in the layer's dtype; "mxfp8" quantises each rank's sums: 8192 rows
+        of 7168 come back in 243 instead of 346 us on two H200s by the kernels, and in twice the time through XLA.
     mx_alignment: pads the hidden size of MX payloads to a multiple of this (256 for TRT-LLM style consumers; 0: none).
     """
 
