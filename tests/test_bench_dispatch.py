@@ -4,9 +4,11 @@ import dataclasses
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jmoe.backends import Engine, get_backend
+from jmoe.backends import Engine, exchange_for, get_backend
 from jmoe.backends.engine import ENGINE
 from jmoe.bench import dispatch, dispatch_peers
 from jmoe.bench.dispatch_peers import NCCL, NVSHMEM
@@ -84,3 +86,12 @@ def test_wrong_bytes_of_an_engine_show_in_the_record():
 def test_only_the_wanted_figures_are_made():
     names = [r.name for r in dispatch.run(True, only=re.compile("^combine.*mxfp8.*T=8 "))]
     assert sorted(names) == ["combine low_latency mxfp8", "combine nvlink_one_sided mxfp8"]
+
+
+def test_a_token_that_the_receiver_copies_crosses_once():
+    ids = jnp.asarray([[[0, 1, 2], [3, 2, -1]], [[3, 3, 0], [0, 1, 0]]], jnp.int32)  # two ranks of two experts
+    backend = get_backend("low_latency")
+    exchange = exchange_for(backend, tokens=2, num_ranks=2, num_local=2, top_k=3, axis_name="ep")
+    plans = jax.tree.map(lambda *a: jnp.stack(a), *[backend.plan(i, exchange) for i in ids])
+    np.testing.assert_array_equal(dispatch.rows_once(plans, 2), [[1, 2], [2, 1]])
+    np.testing.assert_array_equal(plans.counts.reshape(2, 2, 2).sum(-1), [[2, 3], [3, 1]])

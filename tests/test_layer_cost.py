@@ -1,7 +1,6 @@
 """The predicted time of a layer, and what is decided by it."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -94,10 +93,7 @@ def test_quant_auto_sends_what_should_be_faster_and_says_why():
 
 
 def measured():
-    """(sizes, quantisation, seconds) of tests/data/layer_times.json and of the layers in docs/figures."""
-    fields = ("weights", "activations", "intermediate", "wire")
-    for m in json.loads((ROOT / "tests" / "data" / "layer_times.json").read_text())["records"]:
-        yield m, QuantConfig(**{f: m[f] for f in fields if f in m}), m["seconds"]
+    """(sizes, quantisation, seconds) of the layers in docs/figures."""
     quants = {v.name: v.quant for v in VARIANTS + WIRES}
     for path in sorted((ROOT / "docs" / "figures").glob("layer*.json")):
         for r in read_json(path)[1]:

@@ -4,8 +4,9 @@ T tokens on one rank, D hidden size, K experts per token, R ranks, S targets of 
 
 A dispatch is timed from bf16 rows to received rows (quantising and packing included), a combine from the experts' rows
 to the owner's sums; routing and plan are made before. Remote bytes are what has to cross the link in one direction: a
-row for each (token, other rank) or, in the batched form, for each (token, expert elsewhere), the most that any rank
-sends. Logical bytes count the own rank too. A collective moves its padding as well, which is not counted in its favour.
+row for each (token, other rank) or, in the batched form where the receiver does not copy it, for each (token, expert
+elsewhere), the most that any rank sends. Logical bytes count the own rank and copies too. A collective moves its
+padding as well, which is not counted in its favour.
 Each figure is the median of chains of dependent calls inside one jit; the dependence is one small kernel of a call.
 Programs are compiled side by side, and nothing is compiled while something is timed.
 """
@@ -28,6 +29,7 @@ from jmoe.backends import Backend, Exchange, combine, dispatch_payload, exchange
 from jmoe.backends.engine import remote_write_engine
 from jmoe.backends.scales import pack_rows
 from jmoe.payload import RowLayout, row_layout, to_bytes, unpack_data
+from jmoe.plan import Plan
 from pallas_kernels.all_to_all import ragged_all_to_all
 
 from . import dispatch_peers
@@ -243,11 +245,16 @@ class Case:
         at, bench = self.at, self.at.bench
         several = bench.num_ranks > 1
         peer = at.peer(row_bytes) if several else None
+        exchange = self.exchange(kernel=True)
+        sizes = (self.backend.form, at.tokens, bench.shape.top_k, self.layout.data_bytes)
+        once = what == "dispatch" and exchange.engine is not None and exchange.engine.fans_out(exchange, *sizes)
 
         def record(seconds: float, found: list[float]) -> Record:
             counts = np.asarray(plan.result.counts).reshape(bench.num_ranks, bench.num_ranks, -1).sum(-1)
             logical = counts.sum(axis=1)  # of each source
-            remote = int((logical - np.diag(counts)).max())
+            if once:
+                counts = rows_once(plan.result, exchange.num_local)
+            remote = int((counts.sum(axis=1) - np.diag(counts)).max())
             return _record(
                 at,
                 self.name(what, wire),
@@ -264,6 +271,13 @@ class Case:
             )
 
         return record
+
+
+def rows_once(plan: Plan, num_local: int) -> np.ndarray:
+    """Tokens of each rank (first axis) with an expert on each rank, of a batched plan of all ranks: int [R, R]."""
+    target, slot = np.asarray(plan.target), np.asarray(plan.slot)  # [R, T, K]
+    owner = np.where(slot >= 0, target // num_local, -1)
+    return np.stack([(owner == rank).any(axis=2).sum(axis=1) for rank in range(len(target))], axis=1)
 
 
 def _record(

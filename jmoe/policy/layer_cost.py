@@ -55,7 +55,7 @@ class LayerTime:
         return self.router + self.permute + self.matmuls + self.sums + self.exchange
 
 
-# Fitted to docs/figures/layer.json and, on two GPUs, tests/data/layer_times.json. The rate of many rows with quantised
+# Fitted to docs/figures/layer.json and layer_2gpus.json. The rate of many rows with quantised
 # weights is that of grouped matmuls alone.
 H200 = Rates(
     fixed={"float": 20e-6, "fp8": 28e-6, "mxfp8": 28e-6, "nvfp4": 20e-6, "mxfp4": 28e-6},

@@ -1,9 +1,7 @@
 """What was measured of the exchange on one NVLink host, in one place: the policy's thresholds and times quote it.
 
 Each curve: (bytes that leave one rank, seconds of one call in a chain), rows of D = 7168 between two H200s, 2026-11.
-`jmoe bench dispatch` measures these figures, and docs/figures/dispatch.json has them, but for two: the combine of 1 and
-128 BF16 rows, and that of MXFP8 rows, are of later runs, in which calls follow one another in one command buffer, as
-those of a layer do, and in which the kernels quantise (tests/test_measured.py names the points).
+`jmoe bench dispatch` measures these figures, and docs/figures/dispatch.json has them.
 """
 
 from __future__ import annotations
@@ -14,33 +12,33 @@ Curve = tuple[tuple[float, float], ...]
 
 CURVES: dict[str, Curve] = {
     # Dispatch of BF16 rows: 1, 128, 1024, 8192 and 32768 for each rank.
-    "remote_writes": ((14.4e3, 13e-6), (1.84e6, 18.5e-6), (14.7e6, 55.5e-6), (117.7e6, 330.4e-6), (470e6, 1299e-6)),
+    "remote_writes": ((14.4e3, 10e-6), (1.84e6, 15.2e-6), (14.7e6, 51.6e-6), (117.7e6, 333.1e-6), (470e6, 1299e-6)),
     # Quantised in the kernel that sends: MXFP8 of 1, 128 and 1024 rows, then NVFP4 and MXFP8 of 8192 and of 32768.
     "remote_writes, quantised": (
-        (7.456e3, 13.6e-6), (0.954e6, 18.2e-6), (7.62e6, 36.7e-6),
-        (33.6e6, 116.3e-6), (60.95e6, 188.9e-6), (134.3e6, 404.5e-6), (243.5e6, 674.9e-6),
+        (7.456e3, 10.7e-6), (0.954e6, 14.7e-6), (7.62e6, 33.1e-6),
+        (33.6e6, 112.4e-6), (60.95e6, 185.9e-6), (134.3e6, 384.2e-6), (243.5e6, 686.8e-6),
     ),
     # Combine of BF16 rows: 1, 128, 1024, 8192 and 32768.
     "remote_writes, back": (
-        (14.3e3, 14.5e-6), (1.84e6, 21.4e-6), (14.65e6, 58.6e-6), (117.2e6, 349.4e-6), (468e6, 1303e-6),
+        (14.3e3, 10.1e-6), (1.84e6, 16.3e-6), (14.65e6, 56.1e-6), (117.2e6, 346.1e-6), (468e6, 1293e-6),
     ),
-    # Combine of MXFP8 rows, quantised in the kernel that sends, decoded and added up by one kernel: 1, 128, 1024, 8192.
+    # Combine of MXFP8 rows, quantised in the kernel that sends, decoded and added up by one kernel: the same numbers.
     "remote_writes, back, quantised": (
-        (7.392e3, 16.7e-6), (0.946e6, 23.7e-6), (7.56e6, 51.6e-6), (60.4e6, 271.5e-6),
+        (7.392e3, 12.5e-6), (0.946e6, 17.7e-6), (7.56e6, 46.9e-6), (60.4e6, 242.9e-6), (241.4e6, 905e-6),
     ),
     # lax.all_to_all (NCCL) of BF16 rows: 1, 128, 1024, 8192, 32768.
-    "collectives": ((14.4e3, 24.5e-6), (1.84e6, 27.2e-6), (14.7e6, 74.5e-6), (118e6, 420.5e-6), (472e6, 1441e-6)),
+    "collectives": ((14.4e3, 16.3e-6), (1.84e6, 22.1e-6), (14.7e6, 75.6e-6), (118e6, 427.8e-6), (472e6, 1407e-6)),
     # lax.ragged_all_to_all of 128, 1024 and 8192 rows.
-    "ragged": ((1.835e6, 359.5e-6), (14.68e6, 5.293e-3), (117.4e6, 43.17e-3)),
+    "ragged": ((1.835e6, 400.9e-6), (14.68e6, 5.438e-3), (117.4e6, 44.47e-3)),
 }  # fmt: skip
 
 # Remote writes against NCCL in one run: (rows for each rank, seconds, NCCL's seconds).
 AGAINST_NCCL = (
-    (1, 13e-6, 24.5e-6),
-    (128, 18.5e-6, 27.2e-6),
-    (1024, 55.5e-6, 74.5e-6),
-    (8192, 330.4e-6, 420.5e-6),
-    (32768, 1299e-6, 1441e-6),
+    (1, 10e-6, 16.3e-6),
+    (128, 15.2e-6, 22.1e-6),
+    (1024, 51.6e-6, 75.6e-6),
+    (8192, 333.1e-6, 427.8e-6),
+    (32768, 1299e-6, 1407e-6),
 )
 # Combine of 8192 rows that takes the sums of K = 8 experts itself, against a kernel that takes them and a combine of
 # its results: (D, seconds, seconds of the two), in a chain. The threshold, `jmoe.backends.engine.GATHERING_CAPACITY`,

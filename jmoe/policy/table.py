@@ -198,8 +198,8 @@ COMPRESSION_PAYS_BYTES = 4e6
 # The same across hosts, where links are several times slower: about 64 tokens for each rank (DeepEP, counted).
 COMPRESSION_PAYS_TOKENS_NETWORK = 64
 # MXFP8 combine: 0.94x at <= 64 tokens, 1.05x at 512, 1.13x at 1024 (FlashInfer, GB200 EP4, quantised in its kernel).
-# Advised between hosts only. On one NVLink host it is ahead of the BF16 combine of the same rows (8192 of 7168: 272 and
-# 349 us, `measured.CURVES`), but those rows, the experts' sums, are made first, in float32, where the BF16 combine of
+# Advised between hosts only. On one NVLink host it is ahead of the BF16 combine of the same rows (8192 of 7168: 243 and
+# 346 us, `measured.CURVES`), but those rows, the experts' sums, are made first, in float32, where the BF16 combine of
 # many rows takes them on its way (465 us with the sums, which alone take 316).
 QUANTISED_COMBINE_TOKENS = 512
 # One-sided remote writes against NCCL's all-to-all on 2 x H200: ahead at every size measured (`measured.AGAINST_NCCL`).
