@@ -456,7 +456,10 @@ def _panel(ax, title: str, group: list[Record], lines, colours: dict[str, str]) 
             where_text = dict(xytext=(-4 if inside else 4, 0), ha="right" if inside else "left")
             colour = "white" if inside else "black"
             text = dict(textcoords="offset points", va="center", fontsize=7.5, color=colour, zorder=5)
-            ax.annotate(number(v), (v, y), **where_text, **text)
+            crossed = (
+                name == "jmoe" and r.ceiling is not None and 0 <= v - r.ceiling < 0.1 * top
+            )  # by the ceiling's mark
+            ax.annotate(number(v), (r.ceiling if crossed else v, y), **where_text, **text)
             if name == "jmoe":
                 rest = r.case[len(common) :].strip()  # what the other cases do not say
                 ticks.append((y, f"{r.name} ({rest})" if rest else r.name))

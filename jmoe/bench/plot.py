@@ -62,8 +62,10 @@ def bars(records: Sequence[Record], path: str | Path, *, title: str = "jmoe benc
         for y, r in zip(ys, group, strict=True):
             assert r.value is not None
             inside = r.value > 0.2 * widest  # where neither the bar's end nor a ceiling's mark crosses the digits
+            crossed = r.meaningful and r.ceiling is not None and 0 <= r.value - r.ceiling < 0.1 * widest
+            end = r.ceiling if crossed and r.ceiling is not None else r.value
             place = {"xytext": (-4, 0), "ha": "right", "color": "white"} if inside else {"xytext": (4, 0)}
-            ax.annotate(number(r.value), (r.value, y), textcoords="offset points", va="center", fontsize=8, **place)
+            ax.annotate(number(r.value), (end, y), textcoords="offset points", va="center", fontsize=8, **place)
         ax.set_yticks(list(ys), [f"{r.name}  {r.case}" for r in group], fontsize=8)
         ax.invert_yaxis()
         better = "less is better" if group[0].lower_is_better else "more is better"
