@@ -1,7 +1,7 @@
 """Makes what is measured or computed in the documentation: tables and picture of the README, and two pages of docs/.
 
 Sources: docs/figures/*.json, each written by `python -m jmoe bench NAME --json docs/figures/NAME.json` on GPUs (`-` in
-NAME becomes `_`; `NAME_2gpus.json` adds what another machine showed), docs/figures/training.json of
+NAME becomes `_`; `NAME_2gpus.json` and the like add what another run showed), docs/figures/training.json of
 `examples/train.py`, and jmoe's own rules (`jmoe.support`). Text between `<!-- made: NAME -->` and `<!-- end: NAME -->`
 is replaced; the rest of a file is left alone.
 
