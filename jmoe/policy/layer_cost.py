@@ -18,6 +18,20 @@ MEASURED_ON = "H200"
 
 
 @dataclasses.dataclass(frozen=True)
+class Few:
+    """A handful of tokens, whose experts' weights are read straight into registers (`jmoe.experts.few`).
+
+    pairs: of a token and an expert, up to how many. fixed: seconds of a call that does nothing, for one token; more: of
+    each further one. stream: bytes per second of weights, in any format.
+    """
+
+    pairs: int
+    fixed: float
+    more: float
+    stream: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Rates:
     """Rates of one kind of GPU.
 
@@ -34,6 +48,7 @@ class Rates:
     flops: Mapping[str, float]
     stream: Mapping[str, float]
     waste: float
+    few: Few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +78,7 @@ H200 = Rates(
     flops={"float": 600e12, "fp8": 900e12, "quantised": 330e12},
     stream={"float": 4.4e12, "fp8": 3.9e12, "mxfp8": 3.8e12, "nvfp4": 3.1e12, "mxfp4": 3.0e12},
     waste=20.0,
+    few=Few(pairs=32, fixed=11.2e-6, more=3e-6, stream=4.15e12),
 )
 
 
@@ -94,6 +110,11 @@ def layer_seconds(config: MoEConfig, *, tokens: int, num_ranks: int, caps: Devic
     active = local * (1 - (1 - k / e) ** (tokens * num_ranks))
     flops, stream = _kind(config)
     bits = bits_per_value(config.quant.weights or config.dtype)
+    rows = tokens * num_ranks
+    plain = config.quant.activations is None and config.quant.intermediate is None
+    if plain and not config.apply_router_weight_on_input and rows * k <= rates.few.pairs:
+        read = active * 3 * d * f * bits / 8 / rates.few.stream
+        return LayerTime(rates.few.fixed + (rows - 1) * rates.few.more, 0.0, read, 0.0)
     many = places / max(active, 1) > 64
     rows = places + (rates.waste * active if many else 0)
     matmuls = 0.0
