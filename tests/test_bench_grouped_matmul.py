@@ -40,12 +40,19 @@ def test_a_chain_passes_through_the_draws_and_ends_with_the_last():
     np.testing.assert_array_equal(y, bench._product(x, w, draws[4 % 3]))
 
 
-def test_a_series_is_a_call_for_each_draw():
+def test_a_series_is_a_call_for_each_draw_in_every_turn():
     x, w = bench.operands(jax.random.key(0), SMALL, "bf16")
     draws = [jnp.asarray(s) for s in ([96, 0, 0, 0], [0, 96, 0, 0])]
-    results = jax.jit(bench._series(bench._product))(draws, x, w)
-    for y, sizes in zip(results, draws, strict=True):
-        np.testing.assert_array_equal(y, bench._product(x, w, sizes))
+    seen = []
+
+    def product(x, w, sizes):
+        jax.debug.callback(lambda s: seen.append(int(s.argmax())), sizes)
+        return bench._product(x, w, sizes)
+
+    y = jax.block_until_ready(jax.jit(bench._series(product, 3))(draws, x, w))
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 0, 0, 1, 1, 1]
+    np.testing.assert_array_equal(y, bench._product(x, w, draws[-1]))
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])

@@ -41,6 +41,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul, tuning
 from pallas_kernels.quantize import QTensor, dequantize, quantize, quantize_weights
 
 from .common import NoProgress, Progress, Record, copy_bandwidth, wanted
+from .timing import depend
 
 _SHARED = {"cluster": 2, "share": "weights"}
 CANDIDATES = {
@@ -71,7 +72,7 @@ CANDIDATES = {
 DENSE_TFLOPS = {"bf16": 989.0, "fp8": 1979.0}  # H100 and H200 SXM, datasheet, without sparsity
 DECODE_ROWS = 64
 ROUNDS = 5, 4  # of how many calls after the first, in a chain of many rows: 6 to 25 ms
-SERIES, TIMES = 32, 8  # calls of few rows in a program, and how often a chain is that program: 2 to 100 ms
+SERIES, TIMES = 32, 8  # calls of few rows in a turn, and turns of a chain: 2 to 100 ms
 PAUSE = 0.02  # seconds before each burst
 LOAD = 0.5  # seconds of chains, of which the second half counts
 SHOWN = 16  # rows of a group that the error is taken from
@@ -214,9 +215,23 @@ def _chain(call: Callable[..., Any], rounds: int, each: int) -> Callable[..., An
     return run
 
 
-def _series(call: Callable[..., Any]) -> Callable[..., Any]:
-    """(sizes [draws] of [E], x, w) -> the results of a call for each of them, with no other kernel between."""
-    return lambda draws, x, w: [call(x, w, sizes) for sizes in draws]
+def _series(call: Callable[..., Any], turns: int) -> Callable[..., Any]:
+    """(sizes [draws] of [E], x, w) -> the result of the last of a call for each of them, `turns` times over.
+
+    No other kernel is between the calls of a turn, and one small one between turns, which need each other. A loop's
+    arrays stay where they are, so that XLA records its body in a command buffer once; those of a program that is called
+    again are elsewhere each time, and with 32 calls of 10 us it is the host that is measured.
+    """
+
+    def run(draws, x, w):
+        def turn(_, carry):
+            results = [call(carry[0], w, sizes) for sizes in draws]
+            return depend(carry[0], results), results[-1]
+
+        none = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(call, x, w, draws[0]))
+        return lax.fori_loop(0, turns, turn, (x, none))[1]
+
+    return run
 
 
 def _error(x, w, sizes, results):
@@ -250,14 +265,15 @@ class Program:
         key = jax.eval_shape(lambda: jax.random.key(0))
         x, w = jax.eval_shape(make, key)
         sizes = jax.ShapeDtypeStruct((shape.groups,), jnp.int32)
-        self.series, self.times = shape.decode, 1
+        self.series = shape.decode
         if self.series:
-            count, self.times = (1, 1) if smoke else (SERIES, TIMES)
-            run, draws, self.calls = _series(call), [sizes] * count, count * self.times
+            self.draws, turns = (1, 1) if smoke else (SERIES, TIMES)
+            run, draws, self.calls = _series(call, turns), [sizes] * self.draws, self.draws * turns
         else:
             rounds, each = (1, 1) if smoke or fmt == STOCK else ROUNDS
             run, self.calls = _chain(call, rounds, each), 1 + rounds * each
-            draws = jax.ShapeDtypeStruct((1 if smoke else 2, shape.groups), jnp.int32)
+            self.draws = 1 if smoke else 2
+            draws = jax.ShapeDtypeStruct((self.draws, shape.groups), jnp.int32)
         self._like, self._run = like, jax.jit(run).lower(draws, x, w)
         if like is None:
             self._rest = make.lower(key), jax.jit(_error).lower(x, w, sizes, jax.eval_shape(call, x, w, sizes))
@@ -270,18 +286,18 @@ class Program:
         else:
             self.make, self.error = self._like.make, self._like.error
 
-    def chain(self, shape: Shape, x, w, smoke: bool) -> tuple[Callable[[int], float], float, float]:
+    def chain(self, shape: Shape, x, w) -> tuple[Callable[[int], float], float, float]:
         """What runs so many chains, in seconds; how many groups a call touches; and the error of the last."""
-        sizes = shape.draws(self.calls // self.times if self.series else 1 if smoke else 2)
+        sizes = shape.draws(self.draws)
         draws = [jnp.asarray(s) for s in sizes] if self.series else jnp.asarray(sizes)
         results = self.run(draws, x, w)
         last = (self.calls - 1) % len(sizes)
-        error = float(self.error(x, w, jnp.asarray(sizes[last]), results[-1] if self.series else results))
+        error = float(self.error(x, w, jnp.asarray(sizes[last]), results))
         del results
 
         def seconds(chains: int) -> float:
             start = time.perf_counter()
-            jax.block_until_ready([self.run(draws, x, w) for _ in range(chains * self.times)])
+            jax.block_until_ready([self.run(draws, x, w) for _ in range(chains)])
             return time.perf_counter() - start
 
         return seconds, float(np.mean(np.sum(sizes > 0, axis=1))), error
@@ -429,7 +445,7 @@ def measure(
     copy: GB/s of the copy bandwidth.
     """
     x, w = program.make(key)
-    ours, touched, error = program.chain(shape, x, w, smoke)
+    ours, touched, error = program.chain(shape, x, w)
     sides: list[Side] = [ours]
     if torch and fmt in PEERS and shape.even:
         if torch.ask("load", shape.rows, shape.k, shape.n, shape.groups, fmt):
