@@ -12,7 +12,7 @@ MODELS = {"Qwen3-30B-A3B": (2048, 768, 128), "half DeepSeek-V3": (7168, 2048, 64
 
 
 def kernels():
-    """(name, function, argument shapes): 8 experts of each of 1 and 4 tokens; 8 rows of a grouped matmul."""
+    """(name, function, argument shapes): 8 experts of each of 1 and 4 tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -31,13 +31,10 @@ def kernels():
         return name, lambda *leaves: f(*jax.tree.unflatten(tree, leaves)), [(a.shape, a.dtype) for a in leaves]
 
     def up(x, w, ids):
-        return mosaic_vector.run_multiply(x, w, ids=ids, gate=Gate(), zero=False, out_dtype=bf16)
+        return mosaic_vector.run_multiply(x, w, ids, gate=Gate(), out_dtype=bf16)
 
     def down(x, w, ids, weights):
         return mosaic_vector.run_sum(x, w, ids, weights, out_dtype=bf16)
-
-    def grouped(x, w, sizes):
-        return mosaic_vector.run_multiply(x, w, sizes=sizes, zero=True, out_dtype=bf16)
 
     def chosen(x, w, logits, following):
         how = dict(rule=Rule(8), bias=None, valid=None, gate=Gate(), gate_up_bias=None, following=following)
@@ -54,9 +51,6 @@ def kernels():
                     yield of_leaves(f"{name}, chosen", chosen, *given)
                 hidden = struct((tokens * 8, f), bf16)
                 yield of_leaves(f"{name}, down", down, hidden, weight(fmt, e, d, f), ids, struct(ids.shape, f32))
-        yield of_leaves(
-            f"{fmt}, grouped", grouped, struct((8, 2048), bf16), weight(fmt, 128, 1536, 2048), struct((128,), i32)
-        )
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from jmoe.layer import build_moe, moe, moe_with_stats, quantize_params
 from jmoe.params import init_params
 from pallas_kernels import decode
 from pallas_kernels.decode import mosaic_experts, reference
-from pallas_kernels.grouped_matmul import Gate, mosaic_entry, mosaic_vector, vector_weights
-from pallas_kernels.permute import thread
+from pallas_kernels.grouped_matmul import Gate, mosaic_vector, vector_weights
 from pallas_kernels.quantize import QTensor, dequantize, quantize_weights
 from pallas_kernels.route import Rule, choose_experts
 from pallas_kernels.route import mosaic_sm90 as route_sm90
@@ -67,20 +66,17 @@ def test_products_of_pairs(on_the_host, rng, fmt, size):
     tokens, top_k, rows, columns, experts = size
     if fmt == "fp8_128x128":
         columns += -columns % 128
-    w, exact = weights(rng, fmt, experts, rows, columns)
-    both, exact_both = weights(rng, fmt, experts, 2, rows, columns)
+    both, exact = weights(rng, fmt, experts, 2, rows, columns)
     x = draw(rng, tokens, columns)
     ids = rng.integers(-1, experts + 1, tokens * top_k).astype(np.int32)
     ids[0] = experts - 1
-    wide = np.asarray(x, np.float64)
-    known = [(p // top_k, e) if 0 <= e < experts else None for p, e in enumerate(ids)]
-    expected = np.stack([np.zeros(rows) if k is None else exact[k[1]] @ wide[k[0]] for k in known])
-    how = dict(ids=jnp.asarray(ids), zero=True)
-    close(mosaic_vector.run_multiply(x, w, **how, out_dtype=jnp.float32), expected)
-    close(mosaic_vector.run_multiply(x, w, **how, out_dtype=jnp.bfloat16), expected, 4e-3)
-    gates = [None if k is None else [exact_both[k[1], i] @ wide[k[0]] for i in range(2)] for k in known]
-    expected = np.stack([np.zeros(rows) if g is None else silu(g[0]) * g[1] for g in gates])
-    close(mosaic_vector.run_multiply(x, both, **how, gate=Gate(), out_dtype=jnp.float32), expected)
+    wide, valid = np.asarray(x, np.float64), (ids >= 0) & (ids < experts)
+    gates = [[exact[ids[p], i] @ wide[p // top_k] for i in range(2)] for p in np.flatnonzero(valid)]
+    expected = np.stack([silu(gate) * up for gate, up in gates])
+    for dtype, limit in ((jnp.float32, 1e-5), (jnp.bfloat16, 4e-3)):
+        y = mosaic_vector.run_multiply(x, both, jnp.asarray(ids), gate=Gate(), out_dtype=dtype)
+        assert y.dtype == dtype and y.shape == (tokens * top_k, rows)
+        close(np.asarray(y, np.float64)[valid], expected, limit)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -106,35 +102,6 @@ def test_weighted_sum_of_pairs(on_the_host, rng, fmt, size):
     assert not np.asarray(nobody).any()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(
-    "spread", [[0, 3, 0, 1, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 12], [11, 0, 0, 0, 3], [2, 2, 2, 2, 2]]
-)
-def test_rows_sorted_by_group(on_the_host, rng, fmt, spread):
-    w, exact = weights(rng, fmt, 5, 72, 256)
-    x = draw(rng, 12, 256).at[sum(spread) :].set(jnp.nan)
-    sizes = jnp.asarray(spread, jnp.int32)
-    group = np.repeat(np.arange(5), spread)[:12]
-    expected = np.zeros((12, 72))
-    expected[: group.size] = np.einsum("mnk,mk->mn", exact[group], np.asarray(x, np.float64)[: group.size])
-    y = mosaic_vector.run_multiply(x, w, sizes=sizes, zero=True, out_dtype=jnp.float32)
-    close(y, expected)
-    held = jax.tree.map(lambda a: a[2:4] if a.ndim else a, w)
-    y = mosaic_vector.run_multiply(x, held, sizes=sizes, offset=jnp.int32(2), zero=True, out_dtype=jnp.float32)
-    mine = np.zeros(12, bool)
-    mine[: group.size] = (group == 2) | (group == 3)
-    close(y, np.where(mine[:, None], expected, 0))
-
-
-def test_as_many_rows_and_groups_as_it_takes(on_the_host, rng):
-    w, exact = weights(rng, "nvfp4", 200, 32, 64)
-    for sizes in (rng.multinomial(32, np.ones(200) / 200), rng.multinomial(32, np.eye(200)[7])):
-        x = draw(rng, 32, 64)
-        y = mosaic_vector.run_multiply(x, w, sizes=jnp.asarray(sizes, jnp.int32), zero=True, out_dtype=jnp.float32)
-        group = np.repeat(np.arange(200), sizes)
-        close(y, np.einsum("mnk,mk->mn", exact[group], np.asarray(x, np.float64)))
-
-
 @pytest.mark.parametrize("scale", [(), (3,), (3, 2), (3, 2, 32)])
 def test_every_form_of_global_scale(on_the_host, rng, scale):
     (both, _), (down, _) = weights(rng, "nvfp4", 3, 2, 32, 128), weights(rng, "nvfp4", 3, 48, 32)
@@ -145,9 +112,7 @@ def test_every_form_of_global_scale(on_the_host, rng, scale):
 
     both, down = scaled(both, scale), scaled(down, of_down)
     x, ids, factors = draw(rng, 2, 128), jnp.asarray([[0, 2], [1, 2]], jnp.int32), jnp.ones((2, 2), jnp.float32)
-    h = mosaic_vector.run_multiply(
-        x, both, ids=ids.reshape(-1), gate=Gate("gelu_tanh"), zero=False, out_dtype=jnp.float32
-    )
+    h = mosaic_vector.run_multiply(x, both, ids.reshape(-1), gate=Gate("gelu_tanh"), out_dtype=jnp.float32)
     gate = [np.einsum("mnk,mk->mn", plain(both)[np.asarray(ids).ravel(), i], np.repeat(x, 2, 0)) for i in range(2)]
     close(h, np.asarray(jax.nn.gelu(gate[0], approximate=True)) * gate[1], 1e-4)
     y = mosaic_vector.run_sum(h.astype(jnp.bfloat16), down, ids, factors, out_dtype=jnp.float32)
@@ -210,7 +175,7 @@ def test_what_the_kernels_cannot_do_is_said(rng):
     )
     factors = jnp.ones((4, 9), jnp.float32)
     kernel = dict(implementation="mosaic_sm90")
-    with pytest.raises(ValueError, match="up to 32 rows, not 36"):
+    with pytest.raises(ValueError, match="up to 32 pairs of a token and an expert, not 36"):
         decode.experts(x, factors.astype(jnp.int32), factors, gate_up, down, **kernel)
     two = factors[:, :2]
     with pytest.raises(ValueError, match="bfloat16 or float16"):
@@ -223,23 +188,12 @@ def test_what_the_kernels_cannot_do_is_said(rng):
     assert "do not fit its shared memory" in mosaic_vector.multiply_obstacle(
         jax.ShapeDtypeStruct((8, 131072), jnp.bfloat16), wide, 8
     )
-    many = mosaic_vector.multiply_obstacle(x, gate_up, 4, groups=2000)
-    assert many == "it takes up to 1024 groups, not 2000"
-
-
-@pytest.fixture
-def confirmed(monkeypatch):
-    monkeypatch.setattr(thread, "CONFIRMED", thread.CONFIRMED)
-    added = {"experts", "routed_experts", "few_rows"} - thread.CONFIRMED
-    thread.CONFIRMED.update(added)
-    yield
-    thread.CONFIRMED.difference_update(added)
 
 
 @pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
 @pytest.mark.parametrize("fmt", [None, "nvfp4"])
 @pytest.mark.parametrize("tokens", [1, 4, 5])
-def test_how_many_kernels_a_layer_of_few_tokens_has(confirmed, fmt, tokens):
+def test_how_many_kernels_a_layer_of_few_tokens_has(fmt, tokens):
     config = MoEConfig(256, 128, 32, 8, quant=QuantConfig(weights=fmt))
     layer = build_moe(config)
 
@@ -260,7 +214,7 @@ def test_how_many_kernels_a_layer_of_few_tokens_has(confirmed, fmt, tokens):
     assert "mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
-def test_gradients_and_mapped_axes_take_the_other_way(confirmed, rng):
+def test_gradients_and_mapped_axes_take_the_other_way(rng):
     config = MoEConfig(64, 48, 4, 2, dtype="bfloat16")
     params = ExpertWeights(draw(rng, 4, 2, 48, 64, scale=0.1), draw(rng, 4, 64, 48, scale=0.1))
     x, ids, factors = draw(rng, 3, 64), jnp.asarray([[0, 1], [3, -1], [1, 2]], jnp.int32), jnp.ones((3, 2), jnp.float32)
@@ -279,7 +233,7 @@ def test_gradients_and_mapped_axes_take_the_other_way(confirmed, rng):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_layer_of_one_token_has_the_gradients_of_its_steps(confirmed, masked):
+def test_a_layer_of_one_token_has_the_gradients_of_its_steps(masked):
     config = MoEConfig(64, 48, 32, 2, dtype="bfloat16", router=RouterConfig(use_correction_bias=True))
     params = init_params(jax.random.key(0), config, dtype=jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (1, 64), jnp.bfloat16)
@@ -297,30 +251,10 @@ def test_a_layer_of_one_token_has_the_gradients_of_its_steps(confirmed, masked):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_grouped_matmuls_of_few_rows_lower_to_the_same_kernels(confirmed, rng, fmt):
-    w, _ = weights(rng, fmt, 4, 2, 128, 256)
-    flat, _ = weights(rng, fmt, 4, 128, 256)
-
-    def run(x, w, flat, sizes):
-        how = dict(out_dtype=jnp.bfloat16)
-        return mosaic_entry.gated(x, w, sizes, Gate(), **how), mosaic_entry.forward(x, flat, sizes, **how)
-
-    def names(rows):
-        args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (draw(rng, rows, 256), w, flat))
-        traced = jax.jit(run).trace(*args, jax.ShapeDtypeStruct((4,), jnp.int32))
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-    few = names(32)
-    assert "expert_rows_gated" in few and few.count("custom_call @mosaic_gpu") == 2
-    assert "expert_rows" not in names(33)
-
-
 @pytest.mark.aot
 @pytest.mark.skipif(not compat.KERNELS_SUPPORTED, reason=compat.KERNELS_REASON)
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_machine_code_spills_no_register(arch):
     report = aot_report("aot_few_tokens.py", arch)
-    assert len(report) == 5 * (2 * (2 * 2 + 1) + 1)
+    assert len(report) == 5 * 2 * (2 * 2 + 1)
     assert all(registers and not spilled for registers, spilled, _ in report.values()), report

@@ -51,8 +51,8 @@ def experts_obstacle(x, ids, gate_up, down, gate_up_bias, down_bias) -> str | No
 
 @functools.partial(jax.jit, static_argnames=("gate", "out_dtype"))
 def run_experts(x, ids, weights, gate_up, down, gate_up_bias, down_bias, *, gate: Gate, out_dtype) -> jax.Array:
-    how: Any = dict(ids=ids.reshape(-1), gate=gate, bias=gate_up_bias, following=down, zero=False, out_dtype=x.dtype)
-    hidden = mosaic_vector.run_multiply(x, gate_up, **how)
+    how: Any = dict(gate=gate, bias=gate_up_bias, following=down, out_dtype=x.dtype)
+    hidden = mosaic_vector.run_multiply(x, gate_up, ids.reshape(-1), **how)
     return mosaic_vector.run_sum(hidden, down, ids, weights, bias=down_bias, out_dtype=out_dtype)
 
 

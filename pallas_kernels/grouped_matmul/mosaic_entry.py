@@ -1,9 +1,8 @@
 """The Hopper kernels behind `grouped_matmul`: what they can do, and which of them does it.
 
-Few rows in all: mosaic_vector. Few rows per group, or quantised weights: mosaic_decode_sm90. FP8 on both sides in
-blocks of 128: mosaic_fp8_sm90, or mosaic_fp8_gated_sm90 where what gate and up come to is quantised again. Otherwise
-mosaic_sm90, and mosaic_drhs_sm90 for the gradient of the weights. Activations in other block formats are dequantised to
-BF16 first.
+Few rows per group, or quantised weights: mosaic_decode_sm90. FP8 on both sides in blocks of 128: mosaic_fp8_sm90, or
+mosaic_fp8_gated_sm90 where what gate and up come to is quantised again. Otherwise mosaic_sm90, and mosaic_drhs_sm90 for
+the gradient of the weights. Activations in other block formats are dequantised to BF16 first.
 
 Letters: M rows, K contraction, N columns, G groups.
 """
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
-from ..permute.thread import CONFIRMED
 from ..quantize import FORMATS, BlockFormat, QTensor, dequantize, quantize
 from . import tuning
 from .schedule import held_bounds
@@ -30,8 +28,6 @@ _HALF = ("bfloat16", "float16")
 _OUT = (*_HALF, "float32")
 #: Up to this many rows per group the weights' bytes are what counts, and the kernel with exchanged operands is faster.
 DECODE_ROWS = 64
-#: Up to this many rows in all, weights are read straight into registers, which needs no time to get going.
-FEW_ROWS = 32
 _GATED_ROWS = 128  # columns of gate and up that a block takes in the gated kernel for few rows
 _NUM_SMS = 132
 
@@ -127,20 +123,11 @@ def _direct(kernel, x, w, group_sizes, group_offset, out_dtype, *, n=None, **opt
     return grouped_matmul(_pad_rows(x, BOX), w, group_sizes, group_offset, **how)[:m]
 
 
-def _few_rows(m: int) -> bool:
-    return "few_rows" in CONFIRMED and m <= FEW_ROWS
-
-
 def _exchanged(x, w, group_sizes, group_offset, out_dtype, *, gate=None, bias=None, **options) -> jax.Array:
-    from . import mosaic_vector
     from .mosaic_decode_sm90 import DecodeConfig, grouped_matmul_decode
     from .mosaic_dequant import Packed
 
     (m, k), groups, n = x.shape, w.shape[0], w.shape[-2]
-    if _few_rows(m) and options["interpret"] is None:
-        if mosaic_vector.multiply_obstacle(x, w, m, groups=group_sizes.shape[0], bias=bias) is None:
-            how: Any = dict(gate=gate, bias=bias, zero=options["zero_tail"], out_dtype=jnp.dtype(out_dtype))
-            return mosaic_vector.run_multiply(x, w, sizes=group_sizes, offset=group_offset, **how)
     data: Any = w
     scales, factors, packed, name = None, None, None, str(x.dtype)
     if isinstance(w, QTensor):
@@ -236,8 +223,6 @@ def slower_gated(problem) -> str | None:
     Qwen3-30B-A3B (K=2048, F=768, 128 groups), us of both steps apart | together: BF16 65536 rows 694 | 622, 512 rows
     182 | 181, 8 rows 18 | 23; NVFP4 512 rows 87 | 75.
     """
-    if _few_rows(problem.m):
-        return None
     w = FORMATS.get(problem.w)
     if w is not None and w.element != "e2m1":
         return f"gate and up of {problem.w} weights have not been timed together"

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matmul_helpers import assert_gated, exact, normal, relative, weights, with_nan
+from matmul_helpers import normal, relative, weights, with_nan
 
 from pallas_kernels import decode
-from pallas_kernels.grouped_matmul import Gate, gated_product, mosaic_vector
+from pallas_kernels.grouped_matmul import Gate, gated_product
 from pallas_kernels.route import Rule, choose_experts
 
 pytestmark = pytest.mark.gpu
@@ -71,30 +71,3 @@ def test_one_token_and_its_choice_equal_both_in_turn(rng, fmt, rule):
             logits = jnp.asarray(rng.standard_normal((1, e)) * 3, jnp.float32)
             for ours, theirs in zip(*run(logits, jnp.asarray([valid])), strict=True):
                 np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_rows_sorted_by_group_equal_float32(rng, fmt):
-    m, n, k, groups = 32, 320, 2048, 40
-    if fmt == "fp8_128x128":
-        n = 384
-    (w, plain), (both, plain_both) = weights(fmt, groups, n, k), weights(fmt, groups, 2, n, k, scale=k**-0.5)
-    bias = normal(rng, groups, 2, n)
-
-    @jax.jit
-    def run(x, w, both, sizes):
-        how = dict(sizes=sizes, zero=True, out_dtype=jnp.bfloat16)
-        return mosaic_vector.run_multiply(x, w, **how), mosaic_vector.run_multiply(
-            x, both, gate=Gate("gelu"), bias=bias, **how
-        )
-
-    spreads = [np.bincount([0, 3, 3, 39] + [7] * 19, minlength=groups), np.zeros(groups), np.eye(groups)[5] * 40]
-    spreads += [np.bincount(rng.integers(0, groups, 32), minlength=groups)]
-    for sizes in spreads:
-        sizes = sizes.astype(np.int32)
-        x = with_nan(normal(rng, m, k), slice(sizes.sum(), None))
-        y, h = run(x, w, both, jnp.asarray(sizes))
-        held = np.minimum(np.cumsum(sizes), m)
-        held = np.diff(held, prepend=0)
-        assert relative(y, exact(x, plain, held)) < 4e-3
-        assert_gated(h, x, plain_both, np.asarray(bias, np.float32), held, Gate("gelu"), sizes)
