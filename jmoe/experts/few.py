@@ -100,6 +100,6 @@ def routed_obstacle(
     x: jax.Array, logits: jax.Array, rule: Rule, params: ExpertWeights, config: MoEConfig
 ) -> str | None:
     """Why `routed_row` cannot do it, or None."""
-    ids = jax.ShapeDtypeStruct((x.shape[0], rule.top_k), jnp.int32)
+    ids: Any = jax.ShapeDtypeStruct((x.shape[0], rule.top_k), jnp.int32)
     reason = decode.routed_obstacle(x, logits, rule)
     return reason or obstacle(x, ids, params, config, quantize_input=False)

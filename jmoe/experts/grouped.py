@@ -94,6 +94,7 @@ def apply_experts(
 
     how: Any = dict(quantize_input=quantize_input, implementation=implementation)
     if order is None and takes_few_rows(x, ids, params, config, experts=experts, **how):
+        assert not isinstance(x, QTensor)
         return few.few_rows(x, ids, weights, params, config, in_steps, out_dtype=out_dtype)
     return in_steps(x, ids, weights, params)
 
