@@ -47,7 +47,7 @@ SHARED_BYTES = 200 * 1024
 TOKEN_BYTES = 36 * 1024  # of the tokens of one expert, so that six blocks fit a multiprocessor
 SPLITS = 4  # warps of a block in `run_multiply`
 SUM_WARPS = 16  # of a block in `run_sum`
-PREFETCHED_BYTES = 13 * 2**20  # a quarter of L2, through which the weights of gate and up are on their way
+PREFETCHED_BYTES = 24 * 2**20  # half of L2
 LOG2E = math.log2(math.e)
 
 
