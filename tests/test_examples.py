@@ -23,6 +23,7 @@ import qwen3_moe  # noqa: E402
 import text  # noqa: E402
 from flax import nnx  # noqa: E402
 
+from jmoe import compat  # noqa: E402
 from jmoe.config import QuantConfig  # noqa: E402
 
 
@@ -106,9 +107,14 @@ def promotion():
         yield
 
 
-@pytest.mark.parametrize("weights", [None, "mxfp8"])
-def test_a_step_of_one_sequence_is_the_models(weights, promotion):
-    """The step in few kernels, here by their plain forms, against the model's own: logits, and what it caches."""
+@pytest.mark.parametrize(("weights", "direct"), [(None, True), ("mxfp8", True), ("mxfp8", False)])
+def test_a_step_of_one_sequence_is_the_models(weights, direct, promotion, monkeypatch):
+    """The step in few kernels, here by their plain forms, against the model's own: logits, and what it caches.
+
+    direct: whether the experts' matmuls are kernels for one token, too.
+    """
+    if not direct:
+        monkeypatch.setattr(one_token.decode, "experts_obstacle", lambda *_, **__: "not these weights")
     hf = json.loads((GOLDEN / "config.json").read_text()) | {"hidden_size": 256, "tie_word_embeddings": False}
     sizes = {"head_dim": 128, "vocab_size": 300, "moe_intermediate_size": 256}
     config = qwen3_moe.Config.from_hf(hf | sizes, dtype="bfloat16", quant=QuantConfig(weights=weights))
@@ -124,7 +130,8 @@ def test_a_step_of_one_sequence_is_the_models(weights, promotion):
     np.testing.assert_array_equal(written.valid, expected.valid)
     for a, b in zip(jax.tree.leaves(written.kv), jax.tree.leaves(expected.kv), strict=True):
         assert relative_error(a.astype(jnp.float32), np.asarray(b, np.float32)) < 0.02
-    assert one_token.direct(model.layers[0].mlp, jnp.zeros((1, 256), jnp.bfloat16)) <= (weights is None)
+    row = jnp.zeros((1, 256), jnp.bfloat16)
+    assert one_token.direct(model.layers[0].mlp, row) == (direct and compat.KERNELS_SUPPORTED)
     assert one_token.why_not(model, 1) and "one sequence" in one_token.why_not(model, 2)
 
 
