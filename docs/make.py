@@ -368,11 +368,8 @@ def plot_of(bench: str) -> Path:
 
 
 def draw_plot(bench: str, records: list[Record]) -> None:
-    module, path = importlib.import_module(module_name(bench)), plot_of(bench)
-    if hasattr(module, "plot"):
-        module.plot(records, path)
-    else:
-        plot.bars(records, path, title=f"jmoe bench {bench}")
+    path = plot_of(bench)
+    plot.draw(importlib.import_module(module_name(bench)), bench, records, path)
     from PIL import Image, PngImagePlugin
 
     info = PngImagePlugin.PngInfo()

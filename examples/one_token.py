@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jmoe.experts.gated import gated_projection
+from jmoe.experts.gated import gate_of, gated_projection
 from jmoe.experts.weights import in_dtype
 from jmoe.nn import MoE
+from jmoe.router import checked_rule
 from pallas_kernels import decode
-from pallas_kernels.grouped_matmul import Gate, grouped_matmul
-from pallas_kernels.route import Rule, choose_experts
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.route import choose_experts
 
 
 def why_not(model: Any, batch: int) -> str | None:
@@ -58,11 +59,11 @@ def direct(mlp: MoE, x: jax.Array) -> bool:
 def experts(mlp: MoE, rows: jax.Array, logits: jax.Array, valid: jax.Array) -> jax.Array | decode.Weighted:
     """The MoE layer for one token: rows [1 or K, D] are copies of it, logits [1, E] the router's, valid [1]."""
     config, params = mlp.config, mlp.params
-    fields = ("score", "order", "normalize", "scaling", "num_groups", "group_topk", "group_score")
-    rule = Rule(config.num_experts_per_tok, **{f: getattr(config.router, f) for f in fields})
+    how: Any = dict(top_k=config.num_experts_per_tok, correction_bias=params.correction_bias, valid=valid)
+    rule = checked_rule(logits, config.router, **how)
     held = in_dtype(params.experts, rows.dtype)
     if direct(mlp, rows):
-        gate, bias = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit), params.correction_bias
+        gate, bias = gate_of(config), params.correction_bias
         if decode.routed_obstacle(rows, logits, rule) is None:
             return decode.routed_experts(
                 rows, logits, rule, held.gate_up, held.down, bias=bias, valid=valid, gate=gate

@@ -456,10 +456,7 @@ def _bench(args: argparse.Namespace) -> int:
         common.write_json(args.json, args.name, records)
         console.print(f"Wrote {args.json}.", highlight=False)
     if args.plot:
-        if hasattr(module, "plot"):
-            module.plot(records, args.plot)
-        else:
-            plot.bars(records, args.plot, title=f"jmoe bench {args.name}")
+        plot.draw(module, args.name, records, args.plot)
         console.print(f"Wrote {args.plot}.", highlight=False)
     return 0
 

@@ -179,14 +179,14 @@ def _exchange(
             y = y.reshape(-1, y.shape[-1])
         else:
             assert get_experts(_kind(layer)).form == "standard"
-            how: Any = dict(experts=_kind(layer), straight_through=through, **_how(layer, decision))
+            how: Any = dict(experts=_kind(layer), **_how(layer, decision))
             given = rows, got.ids, got.weights, experts, config
             if takes_few_rows(rows, got.ids, experts, config, **how):
                 # As the kernel that sends them takes them; who else does so casts them on its way.
                 sent = ex.dtype if ex.engine is not None and wire is None else jnp.float32
-                y = apply_experts(*given, **how, out_dtype=sent)
+                y = apply_experts(*given, **how, straight_through=through, out_dtype=sent)
             else:
-                y = apply_experts_unsummed(*given, **how)
+                y = apply_experts_unsummed(*given, **how, straight_through=through)
     with jax.named_scope("combine"):
         back = functools.partial(combine, backend=backend, exchange=ex, wire=wire, out_dtype=out_dtype)
         out = back(y, weights, plan, recv_ids=got.ids, counts=got.counts)

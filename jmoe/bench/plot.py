@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from .common import Record
 from .compare import number
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#e0a030", "#6a4c93", "#3aa6a0", "#8c564b", "#7f7f7f", "#b5651d", "#444444")
 COLOURS += ("#c71585", "#94b447", "#5b8ff9")
+
+
+def draw(module: ModuleType, bench: str, records: Sequence[Record], path: str | Path) -> None:
+    """The picture of a benchmark's records: by its module's own `plot`, or as bars."""
+    if hasattr(module, "plot"):
+        module.plot(records, path)
+    else:
+        bars(records, path, title=f"jmoe bench {bench}")
 
 
 def _pyplot():

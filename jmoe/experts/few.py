@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import decode
-from pallas_kernels.grouped_matmul import Gate
 from pallas_kernels.quantize import QTensor
 from pallas_kernels.route import Rule, choose_experts
 
 from ..config import MoEConfig
-from .gated import joined
+from .gated import gate_of, joined
 from .weights import ExpertWeights, in_dtype
 
 
@@ -46,7 +45,7 @@ def few_rows(
 
     otherwise: the same of (x, ids, weights, params), for devices that the kernels are not for and for gradients.
     """
-    gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+    gate = gate_of(config)
 
     def in_steps(x, ids, weights, *params):
         return otherwise(x, ids, weights, ExpertWeights(*params))
@@ -77,7 +76,7 @@ def routed_row(
 
     logits: float32 [1, E]; bias [E] and valid [1] as for `choose_experts`. otherwise: as for `few_rows`.
     """
-    gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+    gate = gate_of(config)
 
     def in_steps(x, logits, bias, valid, *params):
         ids, weights = choose_experts(logits, bias, rule, valid=valid)

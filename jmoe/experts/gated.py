@@ -27,6 +27,11 @@ from .bias import group_rows
 from .weights import ExpertWeights, flat_gate_up, gate_or_up
 
 
+def gate_of(config: MoEConfig) -> Gate:
+    """The activation, as the kernels take it."""
+    return Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+
+
 def gated_projection(
     rows: jax.Array | QTensor,
     through: jax.Array | None,
@@ -50,7 +55,7 @@ def gated_projection(
     """
     apart = functools.partial(_apart, config, implementation)
     w, bias = params.gate_up, params.gate_up_bias
-    gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+    gate = gate_of(config)
     how: Any = dict(bias=bias is not None, out_dtype=config.jnp_dtype, implementation=implementation)
     if row_weight is not None or gated_obstacle(rows, w, **how) is not None:
         return apart(rows, through, w, bias, sizes, row_weight)
@@ -111,7 +116,7 @@ def quantised_projection(
     if fmt is None or not plain or not get_format(fmt).row_local:
         return None
     apart = functools.partial(_quantised_apart, config, implementation)
-    gate = Gate(config.activation, config.swiglu_alpha, config.swiglu_limit)
+    gate = gate_of(config)
     if gated_quantize_obstacle(rows, w, gate, fmt, implementation=implementation) is None:
 
         def together(rows, through, w, sizes):

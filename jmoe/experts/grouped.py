@@ -107,11 +107,9 @@ def takes_few_rows(
     *,
     experts: str = "grouped",
     quantize_input: bool = False,
-    straight_through: jax.Array | None = None,
     implementation: str | None = None,
 ) -> bool:
     """Whether `apply_experts` of these takes the way of few rows (few.py), which leaves nothing unsummed."""
-    del straight_through
     if implementation is not None or get_experts(experts).form != "standard":
         return False
     return few.obstacle(x, ids, params, config, quantize_input=quantize_input) is None

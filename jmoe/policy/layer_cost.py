@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from pallas_kernels.grouped_matmul.mosaic_vector import MAX_PAIRS
+
 from ..caps import DeviceCaps
 from ..config import MoEConfig
 from ..formats import bits_per_value
@@ -78,7 +80,7 @@ H200 = Rates(
     flops={"float": 600e12, "fp8": 900e12, "quantised": 330e12},
     stream={"float": 4.4e12, "fp8": 3.9e12, "mxfp8": 3.8e12, "nvfp4": 3.1e12, "mxfp4": 3.0e12},
     waste=20.0,
-    few=Few(pairs=32, fixed=11.2e-6, more=3e-6, stream=4.15e12),
+    few=Few(pairs=MAX_PAIRS, fixed=11.2e-6, more=3e-6, stream=4.15e12),
 )
 
 

@@ -375,13 +375,18 @@ def _multiply_task(x, w, *, pairs, gate, bias, out, following=None, choice=None)
     return Multiply(kept, share, pairs, top_k, columns, w.shape[0], gate, dtype, out, following, choice)
 
 
-def multiply_obstacle(x: Any, w: Any, pairs: int, *, bias: Any = None) -> str | None:
-    """Why `run_multiply` cannot do this, or None. pairs: rows of the result."""
+def _obstacle(x: Any, w: Any, pairs: int, bias: Any) -> str | None:
+    """Why neither kernel can do this, but for what shared memory holds."""
     if not 0 < pairs <= MAX_PAIRS:
         return f"it takes up to {MAX_PAIRS} pairs of a token and an expert, not {pairs}"
     if bias is not None and str(bias.dtype) not in ("bfloat16", "float32"):
         return f"it adds a bias of bfloat16 or float32, not {bias.dtype}"
-    reason = weight_obstacle(x, w)
+    return weight_obstacle(x, w)
+
+
+def multiply_obstacle(x: Any, w: Any, pairs: int, *, bias: Any = None) -> str | None:
+    """Why `run_multiply` cannot do this, or None. pairs: rows of the result."""
+    reason = _obstacle(x, w, pairs, bias)
     if reason is None:
         task = _multiply_task(x, w, pairs=pairs, gate=Gate(), bias=None, out="float32")
         if 4 * task.scratch_words > SHARED_BYTES:
@@ -470,11 +475,7 @@ def _sum_task(x, w, *, tokens, bias, out) -> Sum:
 def sum_obstacle(x: Any, w: Any, tokens: int, *, bias: Any = None) -> str | None:
     """Why `run_sum` cannot do this, or None. x: [pairs, F]."""
     pairs = x.shape[0]
-    if not 0 < pairs <= MAX_PAIRS:
-        return f"it takes up to {MAX_PAIRS} pairs of a token and an expert, not {pairs}"
-    if bias is not None and str(bias.dtype) not in ("bfloat16", "float32"):
-        return f"it adds a bias of bfloat16 or float32, not {bias.dtype}"
-    reason = weight_obstacle(x, w)
+    reason = _obstacle(x, w, pairs, bias)
     if reason is None:
         task = _sum_task(x, w, tokens=tokens, bias=None, out="float32")
         if 4 * task.scratch_words > SHARED_BYTES:
